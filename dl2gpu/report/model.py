@@ -1,0 +1,107 @@
+"""The result of a scan: three tables and a summary (DESIGN.md section 10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import polars as pl
+
+from dl2gpu.trace.inputs import INPUTS
+
+__all__ = ["FINDINGS", "JOBS", "KINDS", "SCHEMA", "Report"]
+
+SCHEMA: Final = "dl2gpu.report/1"
+
+KINDS: Final = (
+    # gravest first: the order in which a job's verdict is chosen
+    "cycle",
+    "order_inversion",
+    "init_cycle",
+    "mismatch",
+    "unmatched_p2p",
+    "missing_participant",
+    "crashed_rank",
+    "stalled_rank",
+    "in_flight",
+    "potential",
+    "insufficient_evidence",
+    "healthy",
+)
+"""Kinds of verdict, gravest first. A job without findings is healthy."""
+
+_OPERATION: Final = pl.Struct(
+    {
+        "rank": pl.Int32(),
+        "seq": pl.Int64(),
+        "op": pl.String(),
+        "comm": pl.String(),
+        "ordinal": pl.Int64(),
+        "stack": pl.List(pl.String()),
+    }
+)
+
+_PLACE: Final = pl.Struct(
+    {
+        "rank": pl.Int32(),
+        "place": pl.String(),  # host | stream
+        "stream": pl.String(),
+        "waits_for": pl.List(pl.Int32()),
+        "op": pl.String(),
+        "comm": pl.String(),
+        "ordinal": pl.Int64(),
+        "seq": pl.Int64(),
+        "stack": pl.List(pl.String()),
+    }
+)
+
+FINDINGS: Final[dict[str, pl.DataType]] = {
+    "id": pl.String(),
+    "job": pl.String(),
+    "attempt": pl.Int32(),
+    "kind": pl.String(),
+    "evidence": pl.String(),  # proven | observed | inferred
+    "culprits": pl.List(pl.Int32()),
+    "victims": pl.List(pl.Int32()),
+    "cycle": pl.List(_PLACE),
+    "first_divergence": _OPERATION,
+    "hangs_at": pl.List(_OPERATION),
+    "reason": pl.String(),
+    "condition": pl.String(),
+    "probability": pl.Float64(),
+    "details": pl.String(),  # JSON text in the table, an object in report.json
+    "stopped_at_ns": pl.Int64(),
+    "gpu_hours_lost": pl.Float64(),
+    "fingerprint": pl.String(),
+    "advice": pl.String(),
+    "summary": pl.String(),  # the finding in one or two sentences, for people
+}
+
+JOBS: Final[dict[str, pl.DataType]] = {
+    "job": pl.String(),
+    "attempt": pl.Int32(),
+    "folder": pl.String(),
+    "world_size": pl.Int32(),
+    "ranks_present": pl.List(pl.Int32()),
+    "ranks_missing": pl.List(pl.Int32()),
+    "events": pl.Int64(),
+    "source_format": pl.String(),
+    "verdict": pl.String(),
+    "deadlocked": pl.Boolean(),  # null: the evidence does not say
+    "findings": pl.List(pl.String()),
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a scan found.
+
+    ``findings``, ``jobs`` and ``inputs`` are Polars frames with the columns of :data:`FINDINGS`,
+    :data:`JOBS` and :data:`dl2gpu.trace.inputs.INPUTS`; ``summary`` holds jobs, ranks, events,
+    bytes_read, files, by_kind ({kind: jobs}), engine, cluster and elapsed_s.
+    """
+
+    findings: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=FINDINGS))
+    jobs: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=JOBS))
+    inputs: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=INPUTS))
+    summary: dict[str, Any] = field(default_factory=dict)
