@@ -1,0 +1,1 @@
+"""What a scan found, and one writer an output."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import polars as pl
@@ -105,3 +107,30 @@ class Report:
     jobs: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=JOBS))
     inputs: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=INPUTS))
     summary: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """The report as the bytes of ``report.json``."""
+        from dl2gpu.report.save import to_json
+
+        return to_json(self)
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Write ``report.json`` and the three tables as Parquet; all of it appears, or nothing.
+
+        Raises:
+            ReportError: ``directory`` is a file, or cannot be written to.
+        """
+        from dl2gpu.report.save import save
+
+        return save(self, directory)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Report:
+        """The report saved in a folder, or in one ``report.json``.
+
+        Raises:
+            ReportError: there is no report, or it is of another schema.
+        """
+        from dl2gpu.report.save import load
+
+        return load(path)

@@ -1,0 +1,229 @@
+"""The report as files: ``report.json`` and three Parquet tables (DESIGN.md section 10).
+
+The same corpus gives the same bytes, but for ``summary.elapsed_s``: rows and rank lists are sorted
+here, whatever the order in which shards were finished.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import polars as pl
+
+from dl2gpu.report.model import FINDINGS, JOBS, KINDS, SCHEMA, Report
+from dl2gpu.trace.inputs import INPUTS
+
+__all__ = ["ReportError", "canonical", "check_target", "load", "save", "to_json"]
+
+JSON_NAME: Final = "report.json"
+_SUMMARY: Final[tuple[str, ...]] = (
+    "jobs",
+    "ranks",
+    "events",
+    "bytes_read",
+    "files",
+    "by_kind",
+    "engine",
+    "cluster",
+    "elapsed_s",
+)
+_GRAVITY: Final = {kind: i for i, kind in enumerate(KINDS)}
+
+
+class ReportError(ValueError):
+    """A report cannot be written or read. Says what was expected, what was found, what to do."""
+
+
+def gravity(column: str) -> pl.Expr:
+    """Position of a kind in :data:`KINDS` (0 = gravest); unknown kinds come last."""
+    return pl.col(column).replace_strict(_GRAVITY, default=len(KINDS), return_dtype=pl.Int32)
+
+
+def canonical(report: Report) -> Report:
+    """``report`` with its rows and rank lists in the one order that files use.
+
+    Findings by job, attempt, gravity and id; jobs by name, attempt and folder; inputs by path. A
+    cycle keeps its own order.
+    """
+    operation = pl.element().struct
+    findings = (
+        report.findings.select(FINDINGS)
+        .with_columns(
+            pl.col("culprits", "victims").list.sort(),
+            pl.col("hangs_at").list.eval(
+                pl.element().sort_by(operation.field("rank"), operation.field("seq"))
+            ),
+        )
+        .sort("job", "attempt", gravity("kind"), "id", nulls_last=False)
+    )
+    jobs = (
+        report.jobs.select(JOBS)
+        .with_columns(pl.col("ranks_present", "ranks_missing", "findings").list.sort())
+        .sort("job", "attempt", "folder", nulls_last=False)
+    )
+    inputs = report.inputs.select(INPUTS).sort("path", "status", "job", "rank", nulls_last=False)
+    by_kind = report.summary.get("by_kind") or {}
+    summary = {key: report.summary[key] for key in _SUMMARY if key in report.summary}
+    summary |= {k: v for k, v in sorted(report.summary.items()) if k not in summary}
+    if "by_kind" in summary:
+        summary["by_kind"] = dict(
+            sorted(by_kind.items(), key=lambda kv: (_GRAVITY.get(kv[0], len(KINDS)), kv[0]))
+        )
+    return Report(findings=findings, jobs=jobs, inputs=inputs, summary=summary)
+
+
+def to_json(report: Report) -> bytes:
+    """``report.json``: one row a line, so that two nights can be compared with ``diff``."""
+    report = canonical(report)
+    encode = msgspec.json.Encoder().encode
+
+    def rows(frame: pl.DataFrame) -> bytes:
+        if frame.is_empty():
+            return b"[]"
+        return (
+            b"[\n" + b",\n".join(encode(_row(row)) for row in frame.iter_rows(named=True)) + b"\n]"
+        )
+
+    return b"".join(
+        [
+            b'{\n"schema": ' + encode(SCHEMA),
+            b',\n"summary": ' + encode(report.summary),
+            b',\n"jobs": ' + rows(report.jobs),
+            b',\n"findings": ' + rows(report.findings),
+            b',\n"inputs": ' + rows(report.inputs),
+            b"\n}\n",
+        ]
+    )
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """Details are JSON text in the table and an object in the file, with its keys sorted."""
+    if row.get("details") is None:
+        return row
+    try:
+        details = msgspec.json.decode(row["details"])
+    except msgspec.DecodeError as error:
+        raise ReportError(
+            f"finding {row.get('id')}: expected JSON in details, found {row['details'][:60]!r}"
+        ) from error
+    return row | {"details": msgspec.Raw(msgspec.json.encode(details, order="sorted"))}
+
+
+def check_target(directory: str | os.PathLike[str]) -> None:
+    """Ask before the long work: raises :class:`ReportError` where :func:`save` cannot write."""
+    target = Path(directory)
+    if target.exists() and not target.is_dir():
+        raise ReportError(f"--out {target}: expected a folder, found a file; name another")
+    parent = target
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        raise ReportError(f"--out {target}: {parent} is a file, not a folder; name another")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ReportError(f"--out {target}: {parent} cannot be written to; name another folder")
+
+
+def save(report: Report, directory: str | os.PathLike[str]) -> Path:
+    """Write ``report.json``, ``findings.parquet``, ``jobs.parquet`` and ``inputs.parquet``.
+
+    All four are written aside first. A new ``directory`` then appears with one rename, complete; in
+    one that exists each file is replaced with one rename, ``report.json`` last, so that a report
+    that is there is whole.
+
+    Returns:
+        Path of ``report.json``.
+    """
+    check_target(directory)
+    target = Path(directory)
+    report = canonical(report)
+    tables = {"findings": report.findings, "jobs": report.jobs, "inputs": report.inputs}
+    exists = target.exists()
+    if not exists:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    # aside, but on the same file system: a rename across two would be a copy
+    with tempfile.TemporaryDirectory(
+        prefix=".dl2gpu-report-", dir=target if exists else target.parent
+    ) as aside:
+        new = Path(aside) / "report"
+        new.mkdir()  # not the temporary folder itself: that one is private to the user
+        for name, frame in tables.items():
+            frame.write_parquet(new / f"{name}.parquet", compression="zstd")
+        (new / JSON_NAME).write_bytes(to_json(report))
+        for path in new.iterdir():
+            _to_disk(path)
+        if not exists:
+            try:
+                new.rename(target)
+            except OSError:
+                target.mkdir(exist_ok=True)  # somebody made it meanwhile
+            else:
+                return target / JSON_NAME
+        for name in tables:
+            (new / f"{name}.parquet").replace(target / f"{name}.parquet")
+        (new / JSON_NAME).replace(target / JSON_NAME)
+    return target / JSON_NAME
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def load(path: str | os.PathLike[str]) -> Report:
+    """The report saved in a folder, or in one ``report.json``.
+
+    Raises:
+        ReportError: there is no report, or it is of another schema.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file /= JSON_NAME
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise ReportError(
+            f"{file}: no report here; write one with: dl2gpu scan PATH --out {file.parent}"
+        ) from None
+    try:
+        document = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ReportError(f"{file}: expected JSON ({SCHEMA}), found other bytes: {error}") from None
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != SCHEMA:
+        raise ReportError(
+            f"{file}: expected schema {SCHEMA!r}, found {found!r}; scan again with this version"
+        )
+    return Report(
+        findings=_frame(document, "findings", FINDINGS, file),
+        jobs=_frame(document, "jobs", JOBS, file),
+        inputs=_frame(document, "inputs", INPUTS, file),
+        summary=dict(document.get("summary") or {}),
+    )
+
+
+def _frame(
+    document: dict[str, Any], name: str, schema: dict[str, pl.DataType], file: Path
+) -> pl.DataFrame:
+    rows = document.get(name)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ReportError(f"{file}: {name}: expected a list of objects; the file was changed")
+    if name == "findings":
+        rows = [
+            row | {"details": msgspec.json.encode(row["details"], order="sorted").decode()}
+            if row.get("details") is not None
+            else row
+            for row in rows
+        ]
+    try:
+        return pl.DataFrame(
+            {column: [row.get(column) for row in rows] for column in schema}, schema=schema
+        )
+    except (TypeError, ValueError, pl.exceptions.PolarsError) as error:
+        reason = str(error).splitlines()[0]
+        raise ReportError(
+            f"{file}: {name}: a value has another type than expected: {reason}"
+        ) from None
