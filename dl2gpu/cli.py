@@ -1,0 +1,310 @@
+"""The command line: arguments in, calls out. Everything it does, the library does.
+
+Heavy modules are imported inside the commands, so that ``dl2gpu --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from dl2gpu import __version__
+
+if TYPE_CHECKING:
+    from dl2gpu.report.model import Report
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="dl2gpu",
+    help="Reads communication traces of distributed training jobs and finds deadlocks.",
+    epilog="Example:  dl2gpu scan traces/ --out report/",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+FAIL_ON: Final = "cycle,order_inversion,init_cycle,mismatch,missing_participant,unmatched_p2p"
+
+
+class Format(StrEnum):
+    """What ``scan`` prints."""
+
+    console = "console"
+    json = "json"
+
+
+class Engine(StrEnum):
+    """Where the analysis runs."""
+
+    auto = "auto"
+    cpu = "cpu"
+    gpu = "gpu"
+
+
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No progress; the result and errors only.")
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Say more; errors come with their traceback.")
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dl2gpu {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog="Example:  dl2gpu scan traces/ --out report/ --fail-on cycle,mismatch")
+def scan(
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH", help="Folders or files, local or behind an fsspec URL."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Write report.json and three Parquet tables."),
+    ] = None,
+    format_: Annotated[
+        Format,
+        typer.Option("--format", help="json: the report on standard output, and nothing else."),
+    ] = Format.console,
+    engine: Annotated[
+        Engine, typer.Option(help="auto takes the GPU where there is a usable one.")
+    ] = Engine.auto,
+    cluster: Annotated[
+        str, typer.Option(metavar="KIND", help="threads: the threads of this process.")
+    ] = "threads",
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads; default: one a CPU core.")
+    ] = None,
+    job_pattern: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REGEX",
+            help="For unusual layouts: named groups job, rank and attempt are taken from the path.",
+        ),
+    ] = None,
+    select: Annotated[
+        str | None, typer.Option(metavar="JOB", help="Analyse this job only.")
+    ] = None,
+    fail_on: Annotated[
+        str,
+        typer.Option(metavar="KIND,...", help="Kinds of finding that make the exit status 1."),
+    ] = FAIL_ON,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Analyse the traces of many jobs: who is stuck, who waits for whom, and why.
+
+    Exit status: 0 nothing found;
+    1 a finding of a kind named by --fail-on;
+    2 wrong usage or nothing readable;
+    3 inputs were quarantined and nothing else was found.
+    """
+    kinds = _kinds(fail_on)
+    _check_cluster(cluster)
+    _check_pattern(job_pattern)
+    with _errors(verbose):
+        from dl2gpu.report.progress import progress
+        from dl2gpu.report.save import check_target
+        from dl2gpu.report.status import exit_status, nothing_readable
+        from dl2gpu.scan import scan as run
+
+        if out is not None:
+            check_target(out)
+        with progress(quiet=quiet) as callback:
+            report = run(
+                paths,
+                engine=engine.value,
+                cluster=cluster,
+                workers=workers,
+                job_pattern=job_pattern,
+                select=select,
+                progress=callback,
+            )
+        if out is not None:
+            report.save(out)
+        _print_report(report, format_, None if out is None else str(out))
+        if nothing_readable(report):
+            files = report.inputs.height
+            _complain(
+                f"nothing readable in {', '.join(paths)}: expected traces, "
+                f"found {files} other file{'' if files == 1 else 's'}"
+            )
+        raise typer.Exit(exit_status(report, kinds))
+
+
+@app.command(epilog="Example:  dl2gpu explain report/ F1")
+def explain(
+    report: Annotated[
+        Path, typer.Argument(metavar="REPORT", help="Folder of a saved report, or its report.json.")
+    ],
+    finding: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FINDING]", help="Its id, or the job's name; default: the gravest."
+        ),
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """One finding in full: cycle, call sites, last operations of each rank, evidence, advice."""
+    with _errors(verbose):
+        from dl2gpu.report.explain import explain as words
+        from dl2gpu.report.save import load
+
+        _print(words(load(report), finding))
+
+
+@app.command(epilog="Example:  dl2gpu convert traces/job7 job7.parquet")
+def convert(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A trace that scan can read.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="What to write.")],
+    verbose: Verbose = False,
+) -> None:
+    """Write any supported source as native Parquet or JSON Lines."""
+    with _errors(verbose):
+        from dl2gpu.trace.convert import convert as run
+
+        run(src, dst)
+
+
+@app.command(epilog="Example:  dl2gpu doctor")
+def doctor(verbose: Verbose = False) -> None:
+    """What this machine can do: versions, processors, memory, and what the GPU engine lacks."""
+    with _errors(verbose):
+        from dl2gpu.report.doctor import doctor as words
+
+        _print(words())
+
+
+def _kinds(fail_on: str) -> list[str]:
+    from dl2gpu.report.words import MEANING
+
+    kinds = [kind for kind in (part.strip() for part in fail_on.split(",")) if kind]
+    known = [kind for kind in MEANING if kind != "healthy"]
+    unknown = [kind for kind in kinds if kind not in known]
+    if unknown:
+        raise typer.BadParameter(
+            f"found {', '.join(unknown)}; expected some of {', '.join(known)}",
+            param_hint="--fail-on",
+        )
+    return kinds
+
+
+def _check_cluster(cluster: str) -> None:
+    if cluster == "threads":
+        return
+    later = cluster in {"local", "cuda"} or cluster.startswith(("tcp://", "tls://"))
+    raise typer.BadParameter(
+        f"{cluster} comes with a later release; expected threads"
+        if later
+        else f"expected threads, found {cluster}",
+        param_hint="--cluster",
+    )
+
+
+def _check_pattern(pattern: str | None) -> None:
+    if pattern is None:
+        return
+    try:
+        groups = re.compile(pattern).groupindex
+    except re.error as error:
+        raise typer.BadParameter(
+            f"expected a regular expression, found {pattern!r}: {error}", param_hint="--job-pattern"
+        ) from None
+    if not {"job", "rank", "attempt"} & set(groups):
+        raise typer.BadParameter(
+            f"expected a named group, as in (?P<job>...), (?P<rank>...) or (?P<attempt>...); "
+            f"found none in {pattern!r}",
+            param_hint="--job-pattern",
+        )
+
+
+def _print_report(report: Report, format_: Format, saved: str | None) -> None:
+    if format_ is Format.json:
+        sys.stdout.flush()
+        _write(report.to_json())
+    else:
+        from dl2gpu.report.console import summary
+
+        _print(summary(report, saved))
+
+
+def _print(what: Any) -> None:
+    from dl2gpu.report.console import console
+
+    # A name that the terminal's encoding cannot show must not stop the report.
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
+    try:
+        console().print(what)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _reader_left()
+
+
+def _write(data: bytes) -> None:
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _reader_left()
+
+
+def _reader_left() -> None:
+    """``dl2gpu ... | head``: no error, and the exit status stays that of the scan."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"dl2gpu: {message}\n")
+
+
+@contextmanager
+def _errors(verbose: bool) -> Iterator[None]:
+    """Errors in one or two lines and exit status 2; 1 is kept for findings."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        raise typer.Exit(130) from None
+    except Exception as error:  # noqa: BLE001 - status 1 would claim a finding
+        if verbose:
+            traceback.print_exc()
+        expected = isinstance(error, ValueError | OSError)
+        words = str(error) if expected and str(error) else f"{type(error).__name__}: {error}"
+        _complain(" ".join(words.split()))
+        if not expected and not verbose:
+            _complain("this is a fault of dl2gpu; --verbose shows where, for a report")
+        raise typer.Exit(2) from None
+
+
+def main() -> None:
+    """Entry point of the command ``dl2gpu``."""
+    app()
