@@ -9,6 +9,8 @@ As a program it prints what fails, with what was expected and found::
     python tests/corpus.py cases|rendered|live|megatron [--verbose] [NAME...]
 """
 
+# ruff: noqa: T201 - the program below prints, as programs do
+
 from __future__ import annotations
 
 import argparse

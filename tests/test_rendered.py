@@ -22,4 +22,3 @@ def test_first_divergence(record_property: Callable[[str, object], None]) -> Non
     """A rate to watch, not a promise: where sequences part is often a matter of judgement."""
     right, of = divergence_rate("rendered")
     record_property("first_divergence", f"{right} of {of}")
-    print(f"first divergence right in {right} of {of} jobs")
