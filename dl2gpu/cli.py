@@ -13,13 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from dl2gpu import __version__
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from dl2gpu.report.model import Report
 
 __all__ = ["app", "main"]
@@ -245,7 +247,6 @@ def _check_pattern(pattern: str | None) -> None:
 
 def _print_report(report: Report, format_: Format, saved: str | None) -> None:
     if format_ is Format.json:
-        sys.stdout.flush()
         _write(report.to_json())
     else:
         from dl2gpu.report.console import summary
@@ -253,18 +254,11 @@ def _print_report(report: Report, format_: Format, saved: str | None) -> None:
         _print(summary(report, saved))
 
 
-def _print(what: Any) -> None:
-    from dl2gpu.report.console import console
+def _print(what: RenderableType) -> None:
+    from dl2gpu.report.console import rendered
 
     # A name that the terminal's encoding cannot show must not stop the report.
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")
-    try:
-        console().print(what)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _reader_left()
+    _write(rendered(what).encode(sys.stdout.encoding or "utf-8", errors="backslashreplace"))
 
 
 def _write(data: bytes) -> None:

@@ -31,7 +31,7 @@ from dl2gpu.report.words import (
     utc,
 )
 
-__all__ = ["COLOURS", "console", "facts", "grid", "job_labels", "summary"]
+__all__ = ["COLOURS", "console", "facts", "grid", "job_labels", "rendered", "summary"]
 
 COLOURS: Final[dict[str, str]] = {
     "cycle": "bold red",
@@ -159,8 +159,8 @@ def _finding(number: int, group: list[dict[str, Any]], labels: Mapping[str, str]
         rows.append(("same bug", f"also in {', '.join(others[:_NAMES])}{more}"))
     body: list[RenderableType] = [title]
     if first["summary"]:
-        body.append(Padding(Text(safe(first["summary"], 600)), (0, 0, 0, 3)))
-    body.append(Padding(grid(rows), (0, 0, 0, 3)))
+        body.append(Padding(Text(safe(first["summary"], 600)), (0, 0, 0, 3), expand=False))
+    body.append(Padding(grid(rows), (0, 0, 0, 3), expand=False))
     return Group(*body)
 
 
@@ -238,7 +238,7 @@ def _inputs(inputs: pl.DataFrame) -> RenderableType | None:
             pl.col("status").replace_strict(
                 {"quarantined": 0, "partial": 1, "ignored": 2}, default=3, return_dtype=pl.Int32
             ),
-            pl.col("files").neg(),
+            -pl.col("files").cast(pl.Int64),
             "reason",
             "path",
         )
@@ -282,3 +282,11 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = 120
     return made
+
+
+def rendered(what: RenderableType) -> str:
+    """``what`` as the text for standard output, without the spaces that pad its lines."""
+    out = console()
+    with out.capture() as captured:
+        out.print(what)
+    return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())

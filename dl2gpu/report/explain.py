@@ -91,7 +91,7 @@ def explain(report: Report, finding: str | None = None) -> RenderableType:
 
 
 def _indent(body: RenderableType) -> Padding:
-    return Padding(body, (0, 0, 0, 2))
+    return Padding(body, (0, 0, 0, 2), expand=False)
 
 
 def _facts(f: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -101,8 +101,7 @@ def _facts(f: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _cycle(cycle: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for i, node in enumerate(cycle, 1):
-        number = f", operation {node['seq']}" if node["seq"] is not None else ""
-        yield f"{i}. {place(node)}{number}"
+        yield f"{i}. {place(node, numbered=True)}"
         yield from (f"     {safe(frame)}" for frame in node["stack"] or [])
     if cycle:
         yield f"   and so back to rank {cycle[0]['rank']}"

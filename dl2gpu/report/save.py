@@ -51,8 +51,9 @@ def canonical(report: Report) -> Report:
     """
     operation = pl.element().struct
     findings = (
-        report.findings.select(FINDINGS)
+        report.findings.select(*FINDINGS)
         .with_columns(
+            _details(report.findings),
             pl.col("culprits", "victims").list.sort(),
             pl.col("hangs_at").list.eval(
                 pl.element().sort_by(operation.field("rank"), operation.field("seq"))
@@ -61,11 +62,11 @@ def canonical(report: Report) -> Report:
         .sort("job", "attempt", gravity("kind"), "id", nulls_last=False)
     )
     jobs = (
-        report.jobs.select(JOBS)
+        report.jobs.select(*JOBS)
         .with_columns(pl.col("ranks_present", "ranks_missing", "findings").list.sort())
         .sort("job", "attempt", "folder", nulls_last=False)
     )
-    inputs = report.inputs.select(INPUTS).sort("path", "status", "job", "rank", nulls_last=False)
+    inputs = report.inputs.select(*INPUTS).sort("path", "status", "job", "rank", nulls_last=False)
     by_kind = report.summary.get("by_kind") or {}
     summary = {key: report.summary[key] for key in _SUMMARY if key in report.summary}
     summary |= {k: v for k, v in sorted(report.summary.items()) if k not in summary}
@@ -101,16 +102,27 @@ def to_json(report: Report) -> bytes:
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """Details are JSON text in the table and an object in the file, with its keys sorted."""
-    if row.get("details") is None:
-        return row
-    try:
-        details = msgspec.json.decode(row["details"])
-    except msgspec.DecodeError as error:
-        raise ReportError(
-            f"finding {row.get('id')}: expected JSON in details, found {row['details'][:60]!r}"
-        ) from error
-    return row | {"details": msgspec.Raw(msgspec.json.encode(details, order="sorted"))}
+    """Details are JSON text in the table and an object in the file."""
+    details = row.get("details")
+    return row if details is None else row | {"details": msgspec.Raw(details.encode())}
+
+
+def _details(findings: pl.DataFrame) -> pl.Series:
+    """The details with their keys sorted and no spaces, so that equal details are equal text."""
+    out: list[str | None] = []
+    for id_, text in findings.select("id", "details").iter_rows():
+        try:
+            value = None if text is None else msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ReportError(
+                f"finding {id_}: expected JSON in details, found {text[:60]!r}"
+            ) from error
+        out.append(None if text is None else _sorted_json(value))
+    return pl.Series("details", out, dtype=pl.String)
+
+
+def _sorted_json(value: object) -> str:
+    return msgspec.json.encode(value, order="sorted").decode()
 
 
 def check_target(directory: str | os.PathLike[str]) -> None:
@@ -213,7 +225,7 @@ def _frame(
         raise ReportError(f"{file}: {name}: expected a list of objects; the file was changed")
     if name == "findings":
         rows = [
-            row | {"details": msgspec.json.encode(row["details"], order="sorted").decode()}
+            row | {"details": _sorted_json(row["details"])}
             if row.get("details") is not None
             else row
             for row in rows

@@ -98,7 +98,7 @@ def ranks(numbers: Sequence[int] | None, none: str = "none") -> str:
 
 # Frames of the framework's own code say nothing about where the program went wrong.
 _LIBRARY: Final = re.compile(
-    r"(?:^|/)(?:site-packages|dist-packages)/|(?:^|/)torch/(?:distributed|_ops|_tensor|autograd|nn|"
+    r"(?:^|[/ ])(?:site-packages|dist-packages)/|(?:^|[/ ])torch/(?:distributed|_ops|_tensor|autograd|nn|"
     r"utils|_dynamo|optim)\b|\bc10d::|\btorch::|<frozen|<string>"
 )
 _FRAME: Final = re.compile(r"(\S+) (\S.*:\d+)")
@@ -127,13 +127,17 @@ def operation(op: Mapping[str, Any]) -> str:
     return words
 
 
-def place(node: Mapping[str, Any]) -> str:
-    """``rank 0 (host) waits in all_to_all #7 of 'shard' for rank 1``."""
+def place(node: Mapping[str, Any], *, numbered: bool = False) -> str:
+    """``rank 0 (host) waits in all_to_all #7 of 'shard' for rank 1``.
+
+    ``numbered`` adds the operation's position in the record of its rank.
+    """
     where = "host"
     if node.get("place") != "host":
         where = "stream" if node.get("stream") is None else f"stream {safe(node['stream'], 60)}"
+    number = f" (operation {node['seq']})" if numbered and node.get("seq") is not None else ""
     return (
-        f"rank {node.get('rank')} ({where}) waits in {operation(node)} "
+        f"rank {node.get('rank')} ({where}) waits in {operation(node)}{number} "
         f"for {ranks(node.get('waits_for'), 'nobody in the record')}"
     )
 
