@@ -98,8 +98,9 @@ def ranks(numbers: Sequence[int] | None, none: str = "none") -> str:
 
 # Frames of the framework's own code say nothing about where the program went wrong.
 _LIBRARY: Final = re.compile(
-    r"(?:^|[/ ])(?:site-packages|dist-packages)/|(?:^|[/ ])torch/(?:distributed|_ops|_tensor|autograd|nn|"
-    r"utils|_dynamo|optim)\b|\bc10d::|\btorch::|<frozen|<string>"
+    r"(?:^|[/ ])(?:site-packages|dist-packages)/"
+    r"|(?:^|[/ ])torch/(?:distributed|_ops|_tensor|autograd|nn|utils|_dynamo|optim)\b"
+    r"|\bc10d::|\btorch::|<frozen|<string>"
 )
 _FRAME: Final = re.compile(r"(\S+) (\S.*:\d+)")
 

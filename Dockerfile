@@ -1,0 +1,18 @@
+# dl2gpu on the CPU. Traces are mounted, nothing is written to them:
+#
+#   docker build -t dl2gpu .
+#   docker run --rm -v "$PWD/traces:/traces:ro" dl2gpu scan /traces
+FROM python:3.12-slim-bookworm AS build
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY dl2gpu ./dl2gpu
+RUN python -m venv /opt/dl2gpu && /opt/dl2gpu/bin/pip install --no-cache-dir .
+
+FROM python:3.12-slim-bookworm
+COPY --from=build /opt/dl2gpu /opt/dl2gpu
+# Compiled kernels are cached where this user may write.
+ENV PATH=/opt/dl2gpu/bin:$PATH NUMBA_CACHE_DIR=/tmp/numba
+USER nobody
+WORKDIR /tmp
+ENTRYPOINT ["dl2gpu"]
+CMD ["--help"]
