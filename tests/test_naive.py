@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 from corpus import shared_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from naive import INFINITE, Choices, Fact, progress, stuck_places
-from programs import Op, Program, trace_of
+from programs import Op, Program, batches, from_seed, renamed, shuffled, trace_of
+
+from dl2gpu.trace.schema import validate
 
 RENDEZVOUS = Choices()
 BUFFERED = Choices(eager_bytes=INFINITE)
@@ -376,7 +380,10 @@ def test_a_wait_may_name_a_request_of_another_lane() -> None:
 
 
 def test_wait_for_all_looks_at_its_own_lane_only() -> None:
-    ranks = [recv(1, stream="s", lane=1), op("wait", requests="all")], []
+    ranks: tuple[list[Op], ...] = (
+        [recv(1, stream="s", lane=1), op("wait", requests="all")],
+        [],
+    )
     assert outcome(*ranks) == ["sc", ""]
     assert outcome([recv(1, stream="s"), op("wait", requests="all")], []) == ["ss", ""]
 
@@ -472,3 +479,36 @@ def test_labelled_program(folder: Path) -> None:
     elif "healthy" in expect["kinds"]:
         assert not rendezvous
         assert not generous
+
+
+# --------------------------------------------------------------------------------------------------
+# Random programs
+
+
+def test_random_programs_are_valid_and_about_half_hang() -> None:
+    of = from_seed(0, 300)
+    trace = trace_of(*of)
+    validate(trace)
+    stuck = sum(bool(stuck_places(progress(trace, job=job))) for job in range(len(of)))
+    assert 0.35 * len(of) < stuck < 0.65 * len(of)
+    spotless = [program for program in of if not program.mistakes]
+    generous = Choices(eager_bytes=INFINITE, use_states=False)
+    ends = [not stuck_places(progress(trace_of(p), generous)) for p in spotless]
+    # With buffers, what was written without a mistake ends; a few streams are shared unluckily.
+    assert sum(ends) > 0.9 * len(ends)
+
+
+@given(of=batches(10), permutation=st.permutations(range(6)), seed=st.integers(0, 99))
+@settings(max_examples=5, deadline=None)
+def test_other_names_and_row_orders(of: list[Program], permutation: list[int], seed: int) -> None:
+    trace = trace_of(*of)
+    other = shuffled(renamed(trace, permutation, seed), seed)
+    validate(other)
+    new_job = {name: job for job, name in other.jobs.select("job", "name").rows()}
+    for job, program in enumerate(of):
+        ranks = permutation[: program.world_size]
+        moved = {
+            (sorted(ranks).index(ranks[rank]), lane, seq): fact
+            for (rank, lane, seq), fact in progress(trace, job=job).items()
+        }
+        assert progress(other, job=new_job[f"renamed-{program.name}"]) == moved

@@ -1,0 +1,86 @@
+"""The verdict does not depend on names or on the order of rows.
+
+A job under other ranks, names and communicator numbers has the same findings up to that renaming,
+and the same fingerprints: the same bug, whatever the job, the night, or the place in the cluster.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from programs import Program, batches, renamed, shuffled, trace_of
+
+from dl2gpu.analysis import analyse
+from dl2gpu.trace.schema import Trace
+
+A_BATCH = 30
+MOST_RANKS = 6
+
+SETTINGS = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+Ranks = Callable[[int, int], int]
+"""(job, rank) → rank."""
+
+
+def job_names(trace: Trace) -> dict[int, str]:
+    return dict(zip(trace.jobs["job"], trace.jobs["name"], strict=True))
+
+
+def findings(trace: Trace, rank_of: Ranks | None = None) -> dict[str, Counter[Any]]:
+    """What is found in each job, by name, with culprits and victims renamed by ``rank_of``."""
+    names = job_names(trace)
+    found: dict[str, Counter[Any]] = {name: Counter() for name in names.values()}
+    for f in analyse(trace).findings:
+        job = f["job"]
+        moved = [
+            tuple(sorted(rank_of(job, r) if rank_of else r for r in f[side] or ()))
+            for side in ("culprits", "victims")
+        ]
+        found[names[job]][f["kind"], *moved, f["fingerprint"]] += 1
+    return found
+
+
+def assert_same(left: dict[str, Counter[Any]], right: dict[str, Counter[Any]]) -> None:
+    for name in left.keys() | right.keys():
+        if left.get(name) != right.get(name):
+            pytest.fail(
+                f"{name}:\n  {dict(left.get(name) or {})}\n  {dict(right.get(name) or {})}",
+                pytrace=False,
+            )
+
+
+@given(of=batches(A_BATCH), seed=st.integers(0, 1000))
+@SETTINGS
+def test_row_order(of: list[Program], seed: int) -> None:
+    trace = trace_of(*of)
+    assert_same(findings(trace), findings(shuffled(trace, seed)))
+
+
+@given(of=batches(A_BATCH), permutation=st.permutations(range(MOST_RANKS)), seed=st.integers(0, 99))
+@SETTINGS
+def test_other_names(of: list[Program], permutation: list[int], seed: int) -> None:
+    trace = trace_of(*of)
+    other = renamed(trace, permutation, seed)
+    worlds = dict(zip(trace.jobs["job"], trace.jobs["world_size"], strict=True))
+
+    def rank_of(job: int, rank: int) -> int:
+        first = permutation[: worlds[job]]
+        return sorted(first).index(first[rank])
+
+    expected = {f"renamed-{name}": what for name, what in findings(trace, rank_of).items()}
+    assert_same(expected, findings(other))
+
+
+@given(of=batches(A_BATCH))
+@SETTINGS
+def test_jobs_do_not_disturb_each_other(of: list[Program]) -> None:
+    """A job's findings are the same alone as among others."""
+    together = findings(trace_of(*of))
+    for program in of[:5]:
+        alone = findings(trace_of(program))
+        assert_same(alone, {program.name: together[program.name]})
