@@ -275,7 +275,9 @@ def _reader_left() -> None:
 
 
 def _complain(message: str) -> None:
-    sys.stderr.write(f"dl2gpu: {message}\n")
+    from dl2gpu.report.words import safe
+
+    sys.stderr.write(f"dl2gpu: {safe(message, 1000)}\n")
 
 
 @contextmanager
