@@ -1,0 +1,330 @@
+"""Flight Recorder pickles to columns, without unpickling: nothing is imported, called or built.
+
+:func:`decode` reads the bytes of one dump once, in compiled code (:mod:`pickle_kernel`), and gives
+the entries as columns of integers, with the distinct strings and stacks beside them. Any opcode
+that a dump cannot hold (GLOBAL, REDUCE, BUILD, ...) ends the reading with its name and offset.
+A dump cut short gives every entry that was written whole (FORMATS.md 2.4).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dl2gpu.trace import pickle_kernel as kernel
+from dl2gpu.trace.pickle_kernel import COLUMNS, KEYWORDS, NULL
+
+__all__ = ["MAX_BYTES", "Columns", "Fault", "decode"]
+
+MAX_BYTES: Final = (1 << 31) - 1
+"""Larger files are refused: a ring of a million entries with stacks is below 1 GiB."""
+
+_QUOTA: Final = 8192
+_KEEP_BYTES: Final = 64 << 20
+_MAX_NODES: Final = 4_000_000
+
+_REASONS: Final = {
+    kernel.UNDERFLOW: "an opcode needs more values than there are",
+    kernel.NO_MEMO: "a value is fetched that was never stored",
+    kernel.TOO_DEEP: f"nested deeper than {kernel.MAX_DEPTH}",
+    kernel.LONG_INT: "an integer of more than 8 bytes",
+    kernel.BAD_TARGET: "items are added to something that is no list or dict",
+    kernel.ODD_ITEMS: "a key without a value",
+    kernel.BAD_MEMO: "a memo index beyond the size of the file",
+    kernel.PROTOCOL: "an unknown pickle protocol",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a dump was not read to its end."""
+
+    kind: Literal["truncated", "refused", "damaged"]
+    offset: int
+    """Byte at which reading ended."""
+    reason: str
+
+
+@dataclass(slots=True)
+class Columns:
+    """One dump. Row i of every column is the i-th entry, oldest first."""
+
+    rec: npt.NDArray[np.int64]
+    """(entries, columns): :data:`pickle_kernel.COLUMNS`; absent values are :data:`NULL`."""
+    strings: list[str]
+    """Distinct strings, by number; the first ones are :data:`pickle_kernel.KEYWORDS`."""
+    frames: npt.NDArray[np.int64]
+    """(frames, 3): number of the function's name, of the file's name, line."""
+    stack_ends: npt.NDArray[np.int64]
+    """Stack k is ``stack_frames[stack_ends[k]:stack_ends[k + 1]]``, innermost first."""
+    stack_frames: npt.NDArray[np.int32]
+    numels: npt.NDArray[np.int64]
+    """Elements of each tensor of the lists of two tensors or more (input_numels, ...)."""
+    header: dict[str, Any] = field(default_factory=dict)
+    """Everything beside the entries, as Python objects: version, pg_config, pg_status, ..."""
+    lost: int = 0
+    """Members of the list of entries that are not (whole) entries."""
+    fault: Fault | None = None
+
+    @property
+    def n(self) -> int:
+        return len(self.rec)
+
+    def column(self, name: str) -> npt.NDArray[np.int64]:
+        return self.rec[:, COLUMNS[name]]
+
+
+def decode(data: bytes) -> Columns:
+    """Columns of the Flight Recorder pickle ``data``; ``fault`` says why reading ended early.
+
+    Never raises for the content of ``data`` and never runs any of it. Memory is a small multiple
+    of what was read, whatever sizes the bytes claim. The GIL is released while decoding.
+    """
+    machine: _Machine | None = getattr(_local, "machine", None)
+    if machine is None:
+        machine = _local.machine = _Machine()
+    columns = machine.run(data)
+    if machine.nbytes > _KEEP_BYTES:
+        _local.machine = None
+    return columns
+
+
+_local = threading.local()
+_SEED: Final = np.frombuffer(
+    b"".join(b"X" + len(w).to_bytes(4, "little") + w.encode() for w in KEYWORDS), dtype=np.uint8
+)
+_SECRET: Final = int.from_bytes(os.urandom(8), "little", signed=True) | 1
+"""Key of the hash tables, so that no file can be made to collide in them. Shows in no result."""
+
+
+class _Machine:
+    """The kernel's tables, kept from file to file by each thread."""
+
+    def __init__(self) -> None:
+        def rows(count: int, width: int) -> npt.NDArray[np.int64]:
+            return np.empty((count, width), dtype=np.int64)
+
+        room = 2 * _QUOTA
+        self.st = np.zeros(kernel.STATE, dtype=np.int64)
+        self.sk = np.empty(room, dtype=np.uint8)
+        self.sv = np.empty(room, dtype=np.int64)
+        self.marks = np.empty(kernel.MAX_DEPTH, dtype=np.int64)
+        self.mk = np.zeros(4096, dtype=np.uint8)
+        self.mv = np.zeros(4096, dtype=np.int64)
+        self.cont = rows(room, kernel.CONT)
+        self.chunks = rows(room, 3)
+        self.hk = np.empty(room, dtype=np.uint8)
+        self.hv = np.empty(room, dtype=np.int64)
+        self.strs, self.stab = rows(512, 3), np.full(1024, -1, dtype=np.int32)
+        self.frames, self.ftab = rows(512, 4), np.full(1024, -1, dtype=np.int32)
+        self.stacks, self.ktab = rows(512, 3), np.full(1024, -1, dtype=np.int32)
+        self.pool = np.empty(room, dtype=np.int32)
+        self.numels = np.empty(room, dtype=np.int64)
+        self.rec = rows(2048, kernel.WIDTH)
+        self.order = np.empty(2048, dtype=np.int64)
+        # intern the keywords by running a pickle that holds nothing else
+        self._reset(0)
+        self._walk(_SEED)
+        self._words = self.strs[: len(KEYWORDS)].copy()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in vars(self).values() if isinstance(a, np.ndarray))
+
+    def _reset(self, strings: int) -> None:
+        self.st[:] = 0
+        self.st[kernel.SECRET] = _SECRET
+        self.st[kernel.CHUNK_AT] = -1
+        self.st[kernel.N_STR] = strings
+        self.mk[:] = kernel.UNSET
+        if strings:
+            self.strs[:strings] = self._words
+        kernel.rehash(self.strs, strings, self.stab)
+        self.ftab[:] = -1
+        self.ktab[:] = -1
+
+    def _walk(self, buf: npt.NDArray[np.uint8]) -> None:
+        while True:
+            kernel.walk(
+                buf, _SEED, self.st, self.sk, self.sv, self.marks, self.mk, self.mv, self.cont,
+                self.chunks, self.hk, self.hv, self.strs, self.stab, self.frames, self.ftab,
+                self.stacks, self.ktab, self.pool, self.numels, self.rec, _QUOTA,
+            )  # fmt: skip
+            if self.st[kernel.STATUS] != kernel.GROW:
+                return
+            self._grow()
+
+    def _fold(self) -> None:
+        while True:
+            kernel.fold(
+                self.st, self.sk, self.sv, self.marks, self.cont, self.chunks, self.hk, self.hv,
+                self.stacks, self.ktab, self.pool, self.numels, self.rec, self.order,
+            )  # fmt: skip
+            if self.st[kernel.STATUS] != kernel.GROW:
+                return
+            self._grow()
+
+    def _grow(self) -> None:
+        """Room for another ``_QUOTA`` opcodes in every table."""
+        used = self.st.tolist()
+        want = used[kernel.WANT]
+        self.st[kernel.WANT] = 0
+        for names, count, spare in (
+            (("sk", "sv"), used[kernel.SP], _QUOTA),
+            (("cont",), used[kernel.N_CONT], _QUOTA),
+            (("chunks",), used[kernel.N_CHUNK], _QUOTA),
+            (("hk", "hv"), used[kernel.N_HEAP], _QUOTA),
+            (("pool",), used[kernel.N_POOL], max(want, _QUOTA)),
+            (("numels",), used[kernel.N_NUMEL], max(want, _QUOTA)),
+            (("rec",), used[kernel.N_ROW], 1),
+            (("order",), used[kernel.N_ORDER], 1),
+            (("mk", "mv"), 0, want),
+        ):
+            for name in names:
+                self._enlarge(name, count + spare)
+        for rows, table, count in (
+            ("strs", "stab", used[kernel.N_STR]),
+            ("frames", "ftab", used[kernel.N_FRAME]),
+            ("stacks", "ktab", used[kernel.N_STACK]),
+        ):
+            if 2 * (count + 64) > getattr(self, table).size:
+                setattr(self, table, np.empty(4 * getattr(self, table).size, dtype=np.int32))
+                self._enlarge(rows, getattr(self, table).size // 2)
+                kernel.rehash(getattr(self, rows), count, getattr(self, table))
+
+    def _enlarge(self, name: str, needed: int) -> None:
+        old = getattr(self, name)
+        if needed <= len(old):
+            return
+        new = np.zeros((max(needed, 2 * len(old)), *old.shape[1:]), dtype=old.dtype)
+        new[: len(old)] = old
+        setattr(self, name, new)
+
+    def run(self, data: bytes) -> Columns:
+        buf = np.frombuffer(data, dtype=np.uint8)
+        self._reset(len(KEYWORDS))
+        if len(data) > MAX_BYTES:
+            fault: Fault | None = Fault("refused", 0, f"larger than {MAX_BYTES} bytes")
+        else:
+            self._walk(buf)
+            fault = self._fault(buf)
+        if fault is None or fault.kind != "refused":
+            self._fold()
+        else:
+            self._reset(len(KEYWORDS))
+        st = self.st.tolist()
+        strings = [*KEYWORDS]
+        for off, length, _ in self.strs[len(KEYWORDS) : st[kernel.N_STR]].tolist():
+            strings.append(data[off : off + length].decode("utf-8", "replace"))
+        order = self.order[: st[kernel.N_ORDER]]
+        stacks = self.stacks[: st[kernel.N_STACK], :2]
+        ends = np.zeros(len(stacks) + 1, dtype=np.int64)
+        np.cumsum(stacks[:, 1], out=ends[1:])
+        return Columns(
+            rec=self.rec[order],
+            strings=strings,
+            frames=self.frames[: st[kernel.N_FRAME], :3].copy(),
+            stack_ends=ends,
+            stack_frames=self.pool[: st[kernel.N_POOL]].copy(),
+            numels=self.numels[: st[kernel.N_NUMEL]].copy(),
+            header=self._header(strings),
+            lost=st[kernel.BAD_ENTRIES],
+            fault=fault,
+        )
+
+    def _fault(self, buf: npt.NDArray[np.uint8]) -> Fault | None:
+        status, offset = int(self.st[kernel.STATUS]), int(self.st[kernel.POS])
+        if status == kernel.STOPPED:
+            return None
+        if status == kernel.TRUNCATED:
+            return Fault("truncated", offset, f"the pickle ends at byte {offset} without its end mark")
+        if status == kernel.DAMAGED:
+            reason = _REASONS[int(self.st[kernel.REASON])]
+            return Fault("damaged", offset, f"damaged at byte {offset}: {reason}")
+        name = _opcode_name(int(buf[offset]))
+        if name is None:
+            return Fault(
+                "damaged", offset, f"damaged at byte {offset}: 0x{int(buf[offset]):02x} is no opcode"
+            )
+        return Fault(
+            "refused",
+            offset,
+            f"pickle opcode {name} at byte {offset}: a Flight Recorder dump holds no such thing; "
+            "nothing of the file was used",
+        )
+
+    def _header(self, strings: list[str]) -> dict[str, Any]:
+        """The root dict but for its entries, as Python objects.
+
+        A value that is nested too deep, or that is shared so often that it would unfold to more
+        nodes than the machine has read, is left out.
+        """
+        st = self.st
+        if not st[kernel.SP] or self.sk[0] != kernel.REF:
+            return {}
+        root = int(self.sv[0])
+        if self.cont[root, 0] != kernel.DICT:
+            return {}
+        hk, hv = self.hk, self.hv
+        budget = _MAX_NODES
+
+        def children(c: int) -> list[tuple[int, int]]:
+            out: list[tuple[int, int]] = []
+            chunk = int(self.cont[c, 1])
+            while chunk >= 0:
+                first, count, chunk = self.chunks[chunk].tolist()
+                part = slice(first, first + count)
+                out.extend(zip(hk[part].tolist(), hv[part].tolist(), strict=True))
+            return out
+
+        def value(kind: int, payload: int, depth: int) -> Any:
+            nonlocal budget
+            if kind == kernel.STR:
+                return strings[payload]
+            if kind == kernel.INT:
+                return payload
+            if kind == kernel.BOOL:
+                return bool(payload)
+            if kind == kernel.FLOAT:
+                return float(np.array(payload, dtype=np.int64).byteswap().view(np.float64))
+            if kind != kernel.REF:
+                return None
+            budget -= int(self.cont[payload, 3])
+            if depth <= 0 or budget < 0:
+                raise _TooLarge
+            items = [value(k, v, depth - 1) for k, v in children(payload)]
+            if self.cont[payload, 0] == kernel.DICT:
+                return {
+                    k: v
+                    for k, v in zip(items[::2], items[1::2], strict=True)
+                    if isinstance(k, (str, int))
+                }
+            return tuple(items) if self.cont[payload, 0] == kernel.TUPLE else items
+
+        header: dict[str, Any] = {}
+        items = children(root)
+        for (kind, payload), (vkind, vpayload) in zip(items[::2], items[1::2], strict=True):
+            if kind == kernel.STR and strings[payload] != "entries":
+                try:
+                    header[strings[payload]] = value(vkind, vpayload, 6)
+                except _TooLarge:
+                    continue
+        return header
+
+
+class _TooLarge(Exception):
+    """A header value that would unfold to more than it is worth."""
+
+
+def _opcode_name(byte: int) -> str | None:
+    import pickletools  # only ever needed for the message
+
+    return next((op.name for op in pickletools.opcodes if ord(op.code) == byte), None)
+
+
+assert NULL == kernel.NULL
