@@ -1,0 +1,54 @@
+"""The pages say what is: kinds, options, links."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from dl2gpu.cli import app
+from dl2gpu.report.model import FINDINGS, KINDS
+from dl2gpu.report.model import JOBS as JOB_COLUMNS
+from dl2gpu.trace.inputs import INPUTS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "datasets/demo/README.md",
+]
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def test_every_kind_has_its_section_in_order_of_gravity() -> None:
+    assert tuple(re.findall(r"^## (\w+)$", page("verdicts.md"), re.MULTILINE)) == KINDS
+
+
+def test_every_option_of_scan_is_described() -> None:
+    command = get_command(app).commands["scan"]  # type: ignore[attr-defined]
+    options = {o for p in command.params for o in p.opts if o.startswith("--")}
+    described = set(re.findall(r"--[a-z][a-z-]+", page("usage.md")))
+    assert options - {"--help"} <= described
+    assert described - options <= {"--rm"}  # of docker
+
+
+def test_every_column_of_the_report_is_described() -> None:
+    words = set(re.findall(r"\w+", page("usage.md")))
+    assert {*FINDINGS, *JOB_COLUMNS, *INPUTS} <= words
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+        assert target.startswith("https://") or (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_pages_name_only_files_that_exist(path: Path) -> None:
+    for name in re.findall(r"`((?:dl2gpu|tests|docs|datasets)/[\w./-]+)`", path.read_text()):
+        assert (ROOT / name).exists(), name
