@@ -1,0 +1,361 @@
+"""The one place that opens files: local paths and fsspec URLs, compressed or not, within limits.
+
+What is read is untrusted: only regular files are opened (a FIFO would block for ever, a device has
+no end), a link put in the place of a listed file is refused, and decompression stops at a limit
+before the memory does. Compression is recognised by content, never by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final, Protocol
+
+from dl2gpu.trace.inputs import InputError, TraceFile
+
+__all__ = [
+    "COMPRESSION",
+    "DEFAULT",
+    "CutBytes",
+    "Limits",
+    "compression",
+    "cut_reason",
+    "is_url",
+    "read_bytes",
+    "read_head",
+    "read_tail",
+    "unwrap",
+    "whole_file",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one file may take.
+
+    Each limit can be raised through the environment variable ``DL2GPU_`` plus its name in
+    capitals, or by passing another ``Limits``.
+    """
+
+    max_file_bytes: int = 8 << 30
+    """Bytes of one file, both as stored and after decompression."""
+    max_ratio: int = 1000
+    """Bytes after decompression for each stored byte (repetitive traces reach about 200)."""
+    free_bytes: int = 64 << 20
+    """Up to this size the ratio is not looked at: a small file may hold a very regular trace."""
+
+    @classmethod
+    def from_environment(cls) -> Limits:
+        """Defaults, with what ``DL2GPU_MAX_FILE_BYTES`` and its like say."""
+        found: dict[str, int] = {}
+        for name in ("max_file_bytes", "max_ratio", "free_bytes"):
+            text = os.environ.get(f"DL2GPU_{name.upper()}")
+            if text is None:
+                continue
+            if not re.fullmatch(r"[1-9][0-9]{0,17}", text):
+                raise InputError(
+                    f"DL2GPU_{name.upper()}: expected a whole number above 0, found {text!r}"
+                )
+            found[name] = int(text)
+        return cls(**found)
+
+
+DEFAULT: Final = Limits.from_environment()
+
+COMPRESSION: Final[dict[bytes, str]] = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+}
+"""First bytes of the compressed streams that are unwrapped."""
+
+_PIECE: Final = {"gzip": 1 << 16, "zstd": 1 << 11, "bzip2": 1 << 16, "xz": 1 << 16}
+"""Compressed bytes fed at once. A zstd step has no output limit: 2 kB can give 64 MB at most."""
+_STEP: Final = 4 << 20
+"""Decompressed bytes taken at once, where the library can be told."""
+_XZ_MEMORY: Final = 256 << 20
+
+
+class CutBytes(bytes):
+    """Content of a compressed file that ended too early or broke: what could be inflated."""
+
+    reason: str
+
+
+def cut_reason(data: bytes) -> str | None:
+    """Why ``data`` (from :func:`read_bytes`) is not the whole content; None where it is."""
+    return data.reason if isinstance(data, CutBytes) else None
+
+
+def compression(head: bytes) -> str | None:
+    """Name of the compression that ``head``, the first bytes of a file, starts with."""
+    return next((name for magic, name in COMPRESSION.items() if head.startswith(magic)), None)
+
+
+def is_url(path: str) -> bool:
+    """True for ``scheme://...`` and chained fsspec URLs; false for local paths, ``C:\\`` too."""
+    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+(://|::)", path))
+
+
+def local_path(url: str) -> str | None:
+    """The path of a local file, None for what only fsspec can open."""
+    if url.startswith("file://"):
+        return url[len("file://") :]
+    return None if is_url(url) else url
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_bytes(file: TraceFile, limits: Limits = DEFAULT) -> bytes:
+    """Content of ``file``, decompressed.
+
+    A compressed stream that ends too early or is damaged gives what inflates as
+    :class:`CutBytes`; ask :func:`cut_reason`.
+
+    Raises:
+        InputError: the file is gone, may not be read, is not a regular file, or passes a limit.
+    """
+    return unwrap(_read_raw(file.url, limits), limits)
+
+
+def read_head(url: str, size: int) -> tuple[bytes, str | None]:
+    """The first ``size`` bytes of the content and the compression they were under.
+
+    Raises:
+        InputError: as :func:`read_bytes`.
+    """
+    head = _read_range(url, 0, size)
+    kind = compression(head)
+    if kind is None:
+        return head, None
+    out = bytearray()
+    with contextlib.suppress(_StreamError):
+        for part in _inflate(head, kind):
+            out += part
+            if len(out) >= size:
+                break
+    return bytes(out[:size]), kind
+
+
+def read_tail(url: str, size: int) -> bytes:
+    """The last ``size`` bytes of the stored file (not decompressed)."""
+    return _read_range(url, -size, None)
+
+
+def _read_raw(url: str, limits: Limits) -> bytes:
+    path = local_path(url)
+    if path is not None:
+        with _open_local(path) as f:
+            size = os.fstat(f.fileno()).st_size
+            _check_size(size, limits)
+            return f.read(size)
+    with _remote_errors():
+        fs, name = _filesystem(url)
+        size = int(fs.info(name).get("size") or 0)
+        _check_size(size, limits)
+        data: bytes = fs.cat_file(name)
+    _check_size(len(data), limits)
+    return data
+
+
+def _read_range(url: str, start: int, stop: int | None) -> bytes:
+    path = local_path(url)
+    if path is not None:
+        with _open_local(path) as f:
+            if start < 0:
+                f.seek(max(0, os.fstat(f.fileno()).st_size + start))
+                return f.read(-start)
+            f.seek(start)
+            return f.read(-1 if stop is None else stop - start)
+    with _remote_errors():
+        fs, name = _filesystem(url)
+        data: bytes = fs.cat_file(name, start=start, end=stop)
+        return data
+
+
+def _open_local(path: str) -> IO[bytes]:
+    # NOFOLLOW: discovery resolved every link; one that appeared since then leads elsewhere.
+    # NONBLOCK: opening a FIFO would wait for a writer.
+    flags = os.O_RDONLY
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
+        flags |= getattr(os, name, 0)
+    try:
+        fd = os.open(path, flags)
+    except OSError as e:
+        raise InputError(f"cannot be opened: {e.strerror or e}") from e
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise InputError("expected a regular file, found a folder, pipe, socket or device")
+    return os.fdopen(fd, "rb")
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs  # late: only buckets need it
+
+    fs, name = url_to_fs(url)
+    return fs, name
+
+
+@contextlib.contextmanager
+def _remote_errors() -> Iterator[None]:
+    try:
+        yield
+    except InputError:
+        raise
+    except ImportError as e:
+        raise InputError(f"needs a package that is not installed: {e}") from e
+    except Exception as e:  # every store has its own exceptions
+        raise InputError(f"cannot be read: {type(e).__name__}: {e}") from e
+
+
+def _check_size(size: int, limits: Limits) -> None:
+    if size > limits.max_file_bytes:
+        raise InputError(
+            f"holds {size} bytes; the limit is {limits.max_file_bytes}. To read it all the same, "
+            f"set DL2GPU_MAX_FILE_BYTES={size} or pass Limits(max_file_bytes={size})"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Decompression
+
+
+class _StreamError(Exception):
+    """A compressed stream ended too early or is damaged."""
+
+
+class _Decompressor(Protocol):
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+def unwrap(raw: bytes, limits: Limits = DEFAULT) -> bytes:
+    """``raw``, decompressed through one layer where it is compressed.
+
+    Raises:
+        InputError: the content is larger than the limits allow.
+    """
+    kind = compression(raw[:8])
+    if kind is None:
+        return raw
+    allowed = min(limits.max_file_bytes, max(limits.free_bytes, limits.max_ratio * len(raw)))
+    parts: list[bytes] = []
+    size = 0
+    reason: str | None = None
+    try:
+        for part in _inflate(raw, kind):
+            size += len(part)
+            if size > allowed:
+                raise InputError(_bomb(raw, kind, limits, allowed))
+            parts.append(part)
+    except _StreamError as e:
+        reason = f"the {kind} stream {e}; read what could be decompressed ({size} bytes)"
+    if reason is None:
+        return b"".join(parts)
+    cut = CutBytes(b"".join(parts))
+    cut.reason = reason
+    return cut
+
+
+def _bomb(raw: bytes, kind: str, limits: Limits, allowed: int) -> str:
+    if allowed == limits.max_file_bytes:
+        name, value, more = "max_file_bytes", limits.max_file_bytes, 4 * limits.max_file_bytes
+    else:
+        name, value, more = "max_ratio", limits.max_ratio, 10 * limits.max_ratio
+    return (
+        f"{len(raw)} bytes of {kind} decompress to more than {allowed} bytes, which passes the "
+        f"limit {name} = {value}: a decompression bomb, or a very regular trace. To read it all "
+        f"the same, set DL2GPU_{name.upper()}={more} or pass Limits({name}={more})"
+    )
+
+
+def _inflate(raw: bytes, kind: str) -> Iterator[bytes]:
+    """Decompressed parts of the streams in ``raw`` (several may stand one after the other)."""
+    rest = memoryview(raw)
+    while rest:
+        if compression(bytes(rest[:8])) != kind:
+            if not bytes(rest).strip(b"\0"):  # padding of tapes and of some object stores
+                return
+            raise _StreamError("is followed by other bytes")
+        one = _decompressor(kind)
+        position = 0
+        while not one.eof:
+            piece = bytes(rest[position : position + _PIECE[kind]])
+            if not piece:
+                raise _StreamError("ends too early")
+            position += len(piece)
+            try:
+                yield from _step(one, kind, piece)
+            except InputError:
+                raise
+            except Exception as e:  # zlib.error, ZstdError, LZMAError, OSError, EOFError
+                raise _StreamError(f"is damaged ({e})") from e
+        rest = rest[position - len(one.unused_data) :]
+
+
+def _step(one: Any, kind: str, piece: bytes) -> Iterator[bytes]:
+    if kind == "zstd":
+        yield one.decompress(piece)
+        return
+    yield one.decompress(piece, _STEP)
+    if kind == "gzip":
+        while one.unconsumed_tail:
+            yield one.decompress(one.unconsumed_tail, _STEP)
+        return
+    while not one.needs_input and not one.eof:
+        yield one.decompress(b"", _STEP)
+
+
+def _decompressor(kind: str) -> _Decompressor:
+    if kind == "gzip":
+        import zlib
+
+        return zlib.decompressobj(31)
+    if kind == "bzip2":
+        import bz2
+
+        return bz2.BZ2Decompressor()
+    if kind == "xz":
+        import lzma
+
+        return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY)
+    try:
+        import zstandard
+    except ImportError as e:
+        raise InputError("is compressed with zstd: install the package zstandard") from e
+    one: _Decompressor = zstandard.ZstdDecompressor().decompressobj()
+    return one
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A temporary name beside ``path``; what was written there takes ``path``'s place at the end.
+
+    Whole or not at all: after an exception or a kill, ``path`` is as it was before.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield str(temporary)
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

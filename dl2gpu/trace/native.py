@@ -1,0 +1,739 @@
+"""Reader of the native JSON Lines format: many jobs' files at once, parsed by columns.
+
+The way of the bytes: the files' operation lines are joined into chunks of some megabytes, which
+``native_columns`` turns into columns; the few other lines are decoded one by one. A file that the
+columnar parser refuses is read again with care (``native_lines.clean``), which says what is wrong
+where, or gives a form that the parser takes.
+
+Beside TRACE_FORMAT.md, :func:`read` knows what :func:`write_jsonl` adds, so that a trace of another
+source survives the way through JSON Lines: keys of the header (``native_lines.Header``), ``flags``
+in operations, and lines of kind ``status``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from dl2gpu.trace.files import cut_reason, read_bytes
+from dl2gpu.trace.inputs import Input, InputError, TraceFile
+from dl2gpu.trace.native_columns import Interned, Lines, RefusedError, encode
+from dl2gpu.trace.native_lines import (
+    Comm,
+    End,
+    Header,
+    Status,
+    clean,
+    decode_comm,
+    decode_end,
+    decode_header,
+    decode_status,
+    kind_of,
+    repeated_key,
+)
+from dl2gpu.trace.native_write import write_jsonl
+from dl2gpu.trace.schema import (
+    COMMS,
+    EXIT,
+    JOBS,
+    RANKS,
+    STACKS,
+    STATUS,
+    StringTable,
+    Trace,
+    conform,
+)
+
+__all__ = ["read", "write_jsonl"]
+
+_CHUNK: Final = 8 << 20
+"""Bytes parsed at once. Bounds the memory of a chunk made of the shortest possible lines."""
+
+
+def read(
+    files: Sequence[TraceFile], load: Callable[[TraceFile], bytes] = read_bytes
+) -> tuple[Trace, list[Input]]:
+    """The event table of many files, and what became of each file.
+
+    Files of one folder, job name and attempt are one job; a file is one rank.
+
+    Args:
+        files: JSON Lines files, in any order; the result does not depend on it.
+        load: gives the content of a file; raises InputError where there is none.
+
+    Returns:
+        The trace (tables of ``schema``), and one Input a file in the order of ``files``.
+        A file that breaks the format is quarantined with line and column; it does not raise.
+    """
+    reader = _Reader(load)
+    states = [_File(f) for f in files]
+    for state in sorted(states, key=lambda s: (s.source.path, s.source.url)):
+        reader.add(state)
+    trace, counts = reader.finish()
+    return trace, [_input(s, reader, counts.get(s.index, 0)) for s in states]
+
+
+@dataclass(slots=True)
+class _File:
+    """One file on its way into the tables."""
+
+    source: TraceFile
+    index: int = -1  # among the files whose header could be read
+    job: int = -1
+    rank: int = -1
+    header: Header = field(default_factory=lambda: Header(kind="header"))
+    comms: list[Comm] = field(default_factory=list)
+    statuses: list[Status] = field(default_factory=list)
+    end: End | None = None
+    skipped: dict[str, int] = field(default_factory=dict)  # unknown kind -> lines
+    lost: list[str] = field(default_factory=list)  # what is missing: the file is partly read
+    notes: list[str] = field(default_factory=list)
+    truncated: bool = False
+    refused: bool = False  # by the columnar parser
+    dropped: tuple[str, str] | None = None  # (status, reason): the file is not used
+
+    def quarantine(self, reason: str) -> None:
+        self.dropped = ("quarantined", reason)
+
+
+def _input(file: _File, reader: _Reader, events: int) -> Input:
+    status, reason = file.dropped or ("partial" if file.lost else "read", None)
+    if reason is None:
+        skipped = [
+            f"skipped {n} line(s) of unknown kind {k!r}" for k, n in sorted(file.skipped.items())
+        ]
+        reason = "; ".join(file.lost + file.notes + skipped) or None
+    return Input(
+        path=file.source.path,
+        status=status,  # type: ignore[arg-type]
+        reason=reason,
+        format="native",
+        job=reader.jobs[file.job][1] if file.job >= 0 else file.source.job,
+        rank=file.rank if file.rank >= 0 else None,
+        events=0 if file.dropped else events,
+    )
+
+
+class _Reader:
+    """Collects files chunk by chunk, then builds the tables."""
+
+    def __init__(self, load: Callable[[TraceFile], bytes]) -> None:
+        self.load = load
+        self.files: list[_File] = []
+        self.jobs: list[tuple[str, str, int]] = []  # folder, name, attempt
+        self.job_of: dict[tuple[str, str, int], int] = {}
+        self.names = Interned(StringTable(), {}, {})
+        self.comm_lines: dict[bytes, Comm] = {}  # every member repeats the same line
+        self.frames: list[pl.DataFrame] = []
+        self.chunk: list[tuple[int, bytes | memoryview]] = []
+        self.chunk_bytes = 0
+
+    # ---- files
+
+    def add(self, file: _File) -> None:
+        """Reads one file; its lines wait in the chunk."""
+        try:
+            data = self.load(file.source)
+            cut = cut_reason(data)
+            if cut:
+                file.truncated = True
+                file.lost.append(cut)
+            data = _as_utf8(data, file)
+            start, stop = _first_line(data)
+            file.header = _header(data[start:stop], data.count(b"\n", 0, start) + 1)
+            self._identify(file)
+        except InputError as e:
+            file.quarantine(str(e))
+            return
+        end = len(data)
+        last = data.rfind(b"\n") + 1
+        if stop < last < end and _is_cut_short(data[last:]):
+            # The process died while it wrote: the usual end of a crashed rank's file.
+            file.truncated = True
+            file.lost.append("the last line is cut short; it was dropped")
+            end = last
+        file.truncated |= bool(file.header.truncated)
+        file.index = len(self.files)
+        self.files.append(file)
+        self._queue(file.index, data, stop + 1, end)
+
+    def _identify(self, file: _File) -> None:
+        """Rank from the header; job and attempt too, unless ``--job-pattern`` or the folder say."""
+        header, source = file.header, file.source
+        rank = header.rank if header.rank is not None else source.rank
+        if rank is None:
+            raise InputError("line 1: key rank: expected the global rank, found none")
+        if header.world_size is not None and rank >= header.world_size:
+            raise InputError(
+                f"line 1: key rank: expected 0 to {header.world_size - 1} with world_size "
+                f"{header.world_size}, found {rank}"
+            )
+        file.rank = rank
+        name = source.job if source.job is not None else header.job
+        if name is None or name == "":
+            name = source.folder.rsplit("/", 1)[-1] or "job"
+        attempt = source.attempt if source.attempt is not None else (header.attempt or 0)
+        key = (source.folder, str(name), attempt)
+        file.job = self.job_of.setdefault(key, len(self.jobs))
+        if file.job == len(self.jobs):
+            self.jobs.append(key)
+
+    def _queue(self, index: int, data: bytes, start: int, end: int) -> None:
+        view = memoryview(data)
+        while start < end:
+            stop = end
+            if end - start > _CHUNK:
+                newline = data.find(b"\n", start + _CHUNK, end)
+                stop = end if newline < 0 else newline + 1
+            self.chunk.append((index, view[start:stop]))
+            if data[stop - 1] != 10:
+                self.chunk.append((index, b"\n"))
+            self.chunk_bytes += stop - start
+            start = stop
+            if self.chunk_bytes >= _CHUNK:
+                self._flush()
+
+    # ---- chunks
+
+    def _flush(self) -> None:
+        if self.chunk:
+            lines = Lines.of(self.chunk)
+            self.chunk, self.chunk_bytes = [], 0
+            self._other_lines(lines)
+            refused = np.fromiter((f.refused for f in self.files), bool, len(self.files))
+            self._operations(lines.only(lines.is_op & ~refused[lines.file]))
+
+    def _other_lines(self, lines: Lines) -> None:
+        """Decodes the lines that are no operations; finds operations that begin unusually."""
+        for i in np.flatnonzero(~lines.is_op).tolist():
+            file = self.files[lines.file[i]]
+            line = lines.line(i).strip()
+            if not line or file.refused:
+                continue
+            known = self.comm_lines.get(line)
+            if known is not None:
+                file.comms.append(known)
+                continue
+            try:
+                lines.is_op[i] = self._other_line(file, line) == "op"
+            except (msgspec.MsgspecError, RecursionError, RefusedError):
+                file.refused = True
+
+    def _other_line(self, file: _File, line: bytes) -> str:
+        kind = kind_of(line)
+        if kind == "op":
+            return kind
+        if repeated_key(line) or kind == "header":
+            raise RefusedError
+        if kind == "comm":
+            comm = self.comm_lines[line] = decode_comm(line)
+            file.comms.append(comm)
+        elif kind == "end":
+            file.end = decode_end(line)
+        elif kind == "status":
+            file.statuses.append(decode_status(line))
+        else:
+            file.skipped[kind] = file.skipped.get(kind, 0) + 1
+        return kind
+
+    def _operations(self, lines: Lines) -> None:
+        """Parses operation lines, in halves until the files that the parser refuses are alone."""
+        if not len(lines):
+            return
+        of = [self.files[i] for i in lines.file[_firsts(lines.file)]]
+        width = np.diff(np.append(_firsts(lines.file), len(lines)))
+        job = np.repeat(np.array([f.job for f in of], np.int32), width)
+        exact = np.repeat(np.array([f.header.defaults is False for f in of]), width)
+        try:
+            self.frames.append(encode(lines.text(), lines.file, job, exact, self.names))
+        except RefusedError:
+            if len(of) == 1:
+                of[0].refused = True
+                return
+            second = lines.file >= of[len(of) // 2].index
+            self._operations(lines.only(~second))
+            self._operations(lines.only(second))
+
+    # ---- the end
+
+    def finish(self) -> tuple[Trace, dict[int, int]]:
+        """The trace, and the number of events of each file by its index."""
+        self._flush()
+        refused = [f for f in self.files if f.refused]
+        if refused:
+            self._forget(refused)
+            self._second_reading(refused)
+        self._check_order()
+        self._one_file_a_rank()
+        dropped = [f for f in self.files if f.dropped]
+        if dropped:
+            self._forget(dropped)
+        return self._tables()
+
+    def _forget(self, files: list[_File]) -> None:
+        gone = [f.index for f in files]
+        self.frames = [t.filter(~pl.col("__file").is_in(gone)) for t in self.frames]
+
+    def _second_reading(self, refused: list[_File]) -> None:
+        for file in refused:
+            file.comms, file.statuses, file.end, file.skipped = [], [], None, {}
+            file.refused = False
+            try:
+                cleaned = clean(_as_utf8(self.load(file.source), None))
+            except InputError as e:
+                file.quarantine(str(e))
+                continue
+            if cleaned.lost:
+                file.truncated = True
+                file.lost = [x for x in file.lost if "last line" not in x] + [cleaned.lost]
+            _, stop = _first_line(cleaned.data)
+            self._queue(file.index, cleaned.data, stop + 1, len(cleaned.data))
+        self._flush()
+        for file in refused:
+            if file.refused:
+                file.quarantine(
+                    "every line is valid by itself, but the file as a whole is not understood; "
+                    "please report this file"
+                )
+                self._forget([file])
+
+    def _check_order(self) -> None:
+        """Quarantines files with a number twice in a lane."""
+        if not self.frames:
+            return
+        key = pl.concat([t.select("__file", "lane", "seq") for t in self.frames])
+        rising = (
+            (pl.col("__file") == pl.col("__file").shift())
+            & (pl.col("lane") == pl.col("lane").shift())
+            & (pl.col("seq") > pl.col("seq").shift())
+        ) | (pl.col("__file") != pl.col("__file").shift()).fill_null(value=True)
+        doubtful = key.filter(~rising)["__file"].unique()
+        if not len(doubtful):
+            return
+        some = key.filter(pl.col("__file").is_in(doubtful.to_list()))
+        for index in some.filter(some.is_duplicated())["__file"].unique().sort():
+            file = self.files[index]
+            try:
+                clean(_as_utf8(self.load(file.source), None))
+                file.quarantine("key seq: expected increasing numbers within a lane")
+            except InputError as e:
+                file.quarantine(str(e))
+
+    def _one_file_a_rank(self) -> None:
+        """Of several files of one rank, the newest counts; equal copies are ignored."""
+        by_rank: dict[tuple[int, int], list[_File]] = defaultdict(list)
+        for file in self.files:
+            if not file.dropped:
+                by_rank[file.job, file.rank].append(file)
+        several = {k: v for k, v in by_rank.items() if len(v) > 1}
+        if not several:
+            return
+        newest = _last_times(self.frames)
+        for (_, rank), files in several.items():
+            _choose(rank, files, newest, self.load)
+
+    # ---- tables
+
+    def _tables(self) -> tuple[Trace, dict[int, int]]:
+        kept = sorted((f for f in self.files if not f.dropped), key=lambda f: (f.job, f.rank))
+        if not kept:
+            return Trace(), {}
+        used = sorted({f.job for f in kept}, key=lambda j: self.jobs[j])
+        new_job = np.full(len(self.jobs), -1, np.int32)
+        new_job[used] = np.arange(len(used))
+        for file in kept:
+            file.job = int(new_job[file.job])
+        kept.sort(key=lambda f: (f.job, f.rank))
+        old_jobs = self.jobs
+        self.jobs = [old_jobs[j] for j in used]
+        keys = {
+            (int(new_job[j]), comm): code
+            for (j, comm), code in self.names.comms.items()
+            if new_job[j] >= 0
+        }
+        for file in self.files:
+            if file.dropped:  # only its job's name is still asked for
+                key = old_jobs[file.job]
+                if key not in self.jobs:
+                    self.jobs.append(key)
+                file.job = self.jobs.index(key)
+
+        if self.frames:
+            events = pl.concat(self.frames, how="diagonal")
+        else:
+            events = pl.DataFrame(schema={"__file": pl.Int32, "job": pl.Int32})
+        self.frames = []
+        ranks = np.array([f.rank for f in self.files], np.int32)
+        index = events["__file"].to_numpy()
+        events = events.with_columns(
+            rank=pl.Series(ranks[index], dtype=pl.Int32),
+            job=pl.Series(new_job[events["job"].to_numpy()], dtype=pl.Int32),
+        )
+        comms = _Communicators(kept, keys)
+        events = comms.rows_for(events)
+        per_file = {int(i): int(n) for i, n in events.group_by("__file").len().iter_rows()}
+        trace = Trace(
+            events=conform(events, "events"),
+            jobs=_jobs_table(kept, self.jobs[: len(used)]),
+            ranks=_ranks_table(kept, events),
+            comms=comms.table(),
+            stacks=pl.DataFrame(
+                {"stack": range(len(self.names.stacks)), "frames": [*map(list, self.names.stacks)]},
+                schema=STACKS,
+                strict=False,
+            ),
+            strings=self.names.strings.frame(),
+            status=comms.status_table(kept),
+        )
+        return trace, per_file
+
+
+# --------------------------------------------------------------------------------------------------
+# One file
+
+
+def _as_utf8(data: bytes, file: _File | None) -> bytes:
+    """``data`` in UTF-8 without a byte order mark. What cannot be decoded is noted in ``file``."""
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # what PowerShell's redirection writes
+        return data.decode("utf-16", "replace").encode("utf-8", "replace")
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    if data.isascii():
+        return data
+    try:
+        data.decode()
+    except UnicodeDecodeError as e:
+        if file is not None:
+            line = data.count(b"\n", 0, e.start) + 1
+            file.lost.append(f"line {line}: bytes that are not UTF-8 were replaced by U+FFFD")
+        return data.decode("utf-8", "replace").encode()
+    return data
+
+
+def _first_line(data: bytes) -> tuple[int, int]:
+    """Start and stop of the first line that is not blank."""
+    start = len(data) - len(data.lstrip())
+    stop = data.find(b"\n", start)
+    return start, len(data) if stop < 0 else stop
+
+
+def _header(line: bytes, number: int) -> Header:
+    expected = 'expected a header line {"kind": "header", "format": "dl2gpu.trace", ...}'
+    if not line.strip():
+        raise InputError(f"the file is empty: {expected}")
+    try:
+        kind = kind_of(line)
+    except (msgspec.MsgspecError, RecursionError) as e:
+        raise InputError(f"line {number}: {expected}, found {_short(line)}") from e
+    if kind != "header":
+        raise InputError(f"line {number}: {expected}, found a line of kind {kind!r}")
+    try:
+        header = decode_header(line)
+    except (msgspec.MsgspecError, RecursionError):
+        clean(line)  # raises with the place
+        raise
+    twice = repeated_key(line)
+    if twice:
+        clean(line)
+    if header.format != "dl2gpu.trace":
+        raise InputError(
+            f"line {number}: key format: expected 'dl2gpu.trace', found {header.format!r}"
+        )
+    if header.version != 1:
+        raise InputError(
+            f"line {number}: key version: expected 1, found {header.version}: written by a newer "
+            "dl2gpu; read it with that one"
+        )
+    return header
+
+
+def _short(line: bytes) -> str:
+    text = line[:40].decode("utf-8", "replace")
+    return repr(text + "..." if len(line) > 40 else text)
+
+
+def _is_cut_short(line: bytes) -> bool:
+    try:
+        kind_of(line)
+    except msgspec.ValidationError:
+        return False
+    except (msgspec.DecodeError, RecursionError):
+        return bool(line.strip())
+    return False
+
+
+def _firsts(values: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Where each run of equal values begins."""
+    change = np.empty(len(values), bool)
+    change[:1] = True
+    change[1:] = values[1:] != values[:-1]
+    return np.flatnonzero(change)
+
+
+# --------------------------------------------------------------------------------------------------
+# Several files of one rank
+
+
+def _last_times(frames: list[pl.DataFrame]) -> dict[int, int]:
+    """Latest time in the events of each file."""
+    out: dict[int, int] = {}
+    for table in frames:
+        times = [c for c in ("t_created", "t_started", "t_completed") if c in table.columns]
+        if times:
+            last = table.group_by("__file").agg(pl.max_horizontal(pl.col(times).max()).alias("t"))
+            for index, t in last.drop_nulls().iter_rows():
+                out[index] = max(t, out.get(index, t))
+    return out
+
+
+def _choose(
+    rank: int,
+    files: list[_File],
+    newest: dict[int, int],
+    load: Callable[[TraceFile], bytes],
+) -> None:
+    """Drops all but one of several files of one rank, or all where the choice would be a guess."""
+    content: dict[bytes, _File] = {}
+    for file in files:
+        first = content.setdefault(bytes(load(file.source)), file)
+        if first is not file:
+            file.dropped = ("ignored", f"a copy of {first.source.path}, byte for byte")
+    files = [f for f in files if not f.dropped]
+    if len(files) == 1:
+        return
+    data = {f.index: d for d, f in content.items()}
+    times = {f.index: _last_sign(f, newest) for f in files}
+    longest = max(files, key=lambda f: len(data[f.index]))
+    best = max(files, key=lambda f: times[f.index] or 0)
+    if all(data[longest.index].startswith(data[f.index]) for f in files):
+        best, why = longest, "an earlier state of"
+    elif None not in times.values() and sum(t == times[best.index] for t in times.values()) == 1:
+        why = "older than"
+    else:
+        paths = ", ".join(f.source.path for f in files)
+        for file in files:
+            file.quarantine(
+                f"several files say they are rank {rank} of this job and nothing tells which is the "
+                f"newest ({paths}): keep one of them, or put each attempt into its own folder"
+            )
+        return
+    for file in files:
+        if file is not best:
+            file.quarantine(f"rank {rank} a second time: {why} {best.source.path}, which was read")
+
+
+def _last_sign(file: _File, newest: dict[int, int]) -> int | None:
+    found = [newest.get(file.index), file.end.t if file.end else None, file.header.t0_ns]
+    return max((t for t in found if t is not None), default=None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Side tables
+
+
+def _jobs_table(kept: list[_File], jobs: list[tuple[str, str, int]]) -> pl.DataFrame:
+    members: list[list[_File]] = [[] for _ in jobs]
+    for file in kept:
+        members[file.job].append(file)
+    rows = []
+    for job, (folder, name, attempt) in enumerate(jobs):
+        headers = [f.header for f in members[job]]
+        sizes = [h.world_size for h in headers if h.world_size is not None]
+        for file in members[job]:
+            mine = file.header.world_size
+            if mine is not None and mine != max(sizes):
+                # The larger one: ranks that may be missing are reported, not assumed away.
+                file.lost.append(
+                    f"world_size is {mine} here and {max(sizes)} in other files of the job, "
+                    "which was taken; two jobs in one folder?"
+                )
+        rows.append(
+            {
+                "job": job,
+                "name": name,
+                "folder": folder,
+                "attempt": attempt,
+                "world_size": max(sizes, default=None),
+                "backend": next((h.backend for h in headers if h.backend is not None), None),
+                "source": next((h.source for h in headers if h.source is not None), "native"),
+                "waits": all(h.waits is not False for h in headers),
+                "p2p": all(h.p2p is not False for h in headers),
+            }
+        )
+    return pl.DataFrame(rows, schema=JOBS)
+
+
+def _ranks_table(kept: list[_File], events: pl.DataFrame) -> pl.DataFrame:
+    times = [c for c in ("t_created", "t_started", "t_completed") if c in events.columns]
+    started = pl.col("t_started").is_not_null().any() if "t_started" in times else pl.lit(False)
+    last = pl.max_horizontal(pl.col(times).max()) if times else pl.lit(None, pl.Int64)
+    seen: dict[int, tuple[int | None, bool]] = {
+        index: (t, timed)
+        for index, t, timed in events.group_by("__file")
+        .agg(last.alias("t"), started.alias("timed"))
+        .iter_rows()
+    }
+    alive = {f.job for f in kept if f.end is not None and f.end.exit == "alive"}
+    rows: list[dict[str, Any]] = []
+    for file in kept:
+        header, end = file.header, file.end
+        t, timed = seen.get(file.index, (None, False))
+        if end is None:
+            exit_ = "alive" if file.job in alive else "unknown"
+        else:
+            exit_ = end.exit or "unknown"
+            if exit_ not in EXIT:
+                file.notes.append(f"the end line's exit {exit_!r} is not known; taken as unknown")
+                exit_ = "unknown"
+        if end is not None and end.t is not None:
+            t = end.t
+        elif header.defaults is False:
+            t = None
+        rows.append(
+            {
+                "job": file.job,
+                "rank": file.rank,
+                "exit": EXIT[exit_],
+                "code": end.code if end else None,
+                "t_last": t,
+                "truncated": file.truncated,
+                "lost_before": header.lost_before or 0,
+                "only_active": bool(header.only_active),
+                "timed": (timed or None) if header.timed is msgspec.UNSET else header.timed,
+                "path": file.source.path,
+            }
+        )
+    return pl.DataFrame(rows, schema=RANKS)
+
+
+class _Communicators:
+    """The comms table of many jobs, and the row that each use of an id means.
+
+    An id is unique in its job. Where ranks declare it with different members all the same (two
+    groups of one name, or ranks that disagree), each declaration is a communicator of its own, and
+    an operation means the one that its own rank declared.
+    """
+
+    def __init__(self, kept: list[_File], codes: dict[tuple[int, str], int]) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.by_members: dict[tuple[int, str], dict[tuple[int, ...], int]] = defaultdict(dict)
+        self.own: dict[tuple[int, str, int], int] = {}  # (job, id, rank) -> row it declared
+        self.codes = codes
+        for file in kept:
+            for comm in file.comms:
+                self._declare(file, comm)
+        for key in self.by_members:  # an id declared without members is the one that has them
+            variants = self.by_members[key]
+            if len(variants) > 1:
+                self._number(key, variants)
+
+    def _declare(self, file: _File, comm: Comm) -> None:
+        key = (file.job, str(comm.id))
+        members = tuple(comm.ranks or ())
+        variants = self.by_members[key]
+        row = variants.get(members)
+        if row is None and () in variants:
+            row = variants[members] = variants.pop(())
+            self.rows[row]["ranks"] = list(members)
+        elif row is None and not members and variants:
+            row = self._guess(variants, file.rank)
+        elif row is None:
+            if variants:
+                file.notes.append(
+                    f"declares communicator {key[1]!r} with other members than other ranks do: "
+                    "kept apart"
+                )
+            row = variants[members] = self._add(key, members)
+        mine = self.rows[row]
+        for name in ("name", "desc"):
+            value = getattr(comm, name)
+            if mine[name] is None and value is not None:
+                mine[name] = str(value)
+        self.own.setdefault((*key, file.rank), row)
+
+    def _add(self, key: tuple[int, str], members: tuple[int, ...]) -> int:
+        self.rows.append(
+            {"job": key[0], "id": key[1], "name": None, "desc": None, "ranks": list(members)}
+        )
+        return len(self.rows) - 1
+
+    def _number(self, key: tuple[int, str], variants: dict[tuple[int, ...], int]) -> None:
+        for number, row in enumerate(variants.values(), 1):
+            name = f"{key[1]} ({number})"
+            while (key[0], name) in self.by_members:
+                name += "'"
+            self.rows[row]["id"] = name
+
+    @staticmethod
+    def _guess(variants: dict[tuple[int, ...], int], rank: int) -> int:
+        return next(
+            (row for ranks, row in variants.items() if rank in ranks), min(variants.values())
+        )
+
+    def row(self, job: int, comm: str, rank: int) -> int:
+        """Row that ``rank`` means by an id; an id that nobody declared becomes a row."""
+        own = self.own.get((job, comm, rank))
+        if own is not None:
+            return own
+        variants = self.by_members[job, comm]
+        if not variants:
+            variants[()] = self._add((job, comm), ())
+        return self._guess(variants, rank)
+
+    def rows_for(self, events: pl.DataFrame) -> pl.DataFrame:
+        """``events`` with rows of the comms table in place of codes."""
+        here = [c for c in ("comm", "new_comm") if c in events.columns]
+        if not here or not self.codes:
+            return events
+        used = {code for c in here for code in events[c].drop_nulls().unique()}
+        size = max(self.codes.values()) + 1
+        table = np.full(size, -1, np.int32)
+        apart: list[tuple[int, str, int]] = []
+        for (job, comm), code in self.codes.items():
+            if code not in used:
+                continue
+            if len(self.by_members.get((job, comm), ())) > 1:
+                apart.append((job, comm, code))
+            table[code] = self.row(job, comm, -1)
+        rows = pl.Series(table, dtype=pl.Int32)
+        out = events.with_columns(
+            rows.gather(events[c]).alias(c) if events[c].null_count() < events.height else events[c]
+            for c in here
+        )
+        for job, comm, code in apart:
+            for c in here:
+                hit = events[c] == code
+                ranks = events.filter(hit)["rank"].unique()
+                for rank in ranks:
+                    out = out.with_columns(
+                        pl.when(hit & (pl.col("rank") == rank))
+                        .then(pl.lit(self.row(job, comm, rank), pl.Int32))
+                        .otherwise(pl.col(c))
+                        .alias(c)
+                    )
+        return out
+
+    def table(self) -> pl.DataFrame:
+        frame = pl.DataFrame(self.rows, schema={k: v for k, v in COMMS.items() if k != "comm"})
+        return conform(frame.with_columns(comm=pl.int_range(pl.len(), dtype=pl.Int32)), "comms")
+
+    def status_table(self, kept: list[_File]) -> pl.DataFrame:
+        rows = [
+            {
+                "job": file.job,
+                "rank": file.rank,
+                "comm": self.row(file.job, str(s.comm), file.rank),
+                "last_enqueued": s.last_enqueued,
+                "last_started": s.last_started,
+                "last_completed": s.last_completed,
+            }
+            for file in kept
+            for s in file.statuses
+        ]
+        return pl.DataFrame(rows, schema=STATUS)
