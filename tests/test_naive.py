@@ -487,9 +487,8 @@ def test_labelled_program(folder: Path) -> None:
 
 def test_random_programs_are_valid_and_about_half_hang() -> None:
     of = from_seed(0, 300)
-    trace = trace_of(*of)
-    validate(trace)
-    stuck = sum(bool(stuck_places(progress(trace, job=job))) for job in range(len(of)))
+    validate(trace_of(*of))
+    stuck = sum(bool(stuck_places(progress(trace_of(program)))) for program in of)
     assert 0.35 * len(of) < stuck < 0.65 * len(of)
     spotless = [program for program in of if not program.mistakes]
     generous = Choices(eager_bytes=INFINITE, use_states=False)
