@@ -1,0 +1,438 @@
+"""Matching: each member with its collective, each send with its receive.
+
+The result is a set of *nodes*. A node is one collective operation of a communicator, or one
+message of a channel; its *parts* are the events that meet there. Everything is a columnar join or
+group-by over all jobs of the shard at once, in Polars' lazy frames, and no step relies on the order
+of rows: where an order is needed it is the program position ``i``.
+
+Source: DESIGN.md sections 3 to 5; the defaults by backend are those of TRACE_FORMAT.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import polars as pl
+
+from dl2gpu.analysis.signatures import compare_collectives, compare_messages
+from dl2gpu.analysis.tables import NCCL_LIKE, Prepared, is_collective, prepare
+from dl2gpu.trace.schema import ANY, OP, Trace
+
+__all__ = ["KIND", "ROLE", "Matching", "match", "match_prepared"]
+
+KIND: Final = {"synchronising": 0, "root_sends": 1, "root_receives": 2, "message": 3}
+ROLE: Final = {"none": 0, "member": 1, "root": 2, "send": 3, "recv": 4, "probe": 5}
+
+_MAX_SPARSE: Final = 4
+"""Ordinals may leave gaps up to this factor before node numbers are made dense by a join."""
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Nodes, and where each event belongs.
+
+    Attributes:
+        prepared: what was matched.
+        events: ``prepared.events`` and ``node`` Int32 (-1: none), ``role`` Int8 (ROLE), ``node2``
+            Int32 (the receive of a sendrecv, else -1), ``alone`` Boolean (completes by itself:
+            one-rank communicator, empty operation on NCCL, or nothing known to match it with),
+            ``box`` Int32 (mailbox of wildcard matching, else -1), ``k`` Int64 (collective ordinal,
+            or place in the channel).
+        nodes: one row a node, sorted: ``node``, ``kind`` Int8, ``job``, ``comm``, ``k``, ``src``
+            and ``dst`` (messages), ``present`` (parts there), ``need`` Int32 (arrivals until it is
+            ready; -1: never, a part is missing), ``differs`` and ``blocks`` Boolean (signatures
+            disagree; and so that it cannot complete), ``finished`` Int32 (parts recorded complete).
+    """
+
+    prepared: Prepared
+    events: pl.DataFrame
+    nodes: pl.DataFrame
+
+
+def match(trace: Trace) -> Matching:
+    """Nodes of a trace. See :class:`Matching`."""
+    return match_prepared(prepare(trace))
+
+
+def match_prepared(p: Prepared) -> Matching:
+    """Nodes of a prepared trace. See :class:`Matching`."""
+    collectives, coll_nodes = _collectives(p)
+    n = coll_nodes.height
+    parts, message_nodes, boxes = _messages(p, first=n)
+    events = _attach(p.events, collectives, parts, boxes)
+    nodes = pl.concat([coll_nodes, message_nodes], how="diagonal").sort("node")
+    return Matching(p, events, nodes)
+
+
+# --------------------------------------------------------------------------------------------------
+# Collectives
+
+
+def _ordinals(p: Prepared) -> pl.LazyFrame:
+    """Collective events with ``k``: the source's ordinal, or counted per communicator and rank.
+
+    A communicator is numbered by the source only if all its events carry a number. Where one is
+    counted, an empty collective on NCCL takes no number (the library drops the call), and a
+    communicator of which a member lost its start cannot be counted at all.
+    """
+    coll = (
+        p.events.lazy()
+        .filter(is_collective(pl.col("op")))
+        .select(
+            "i", "r", "job", "rank", "comm", "op", "root", "bytes", "count", "count_out", "dtype",
+            "reduce_op", "new_comm", "split", "flags", "done", "ordinal",
+        )
+        .join(p.jobs.lazy().select("job", "semantics"), on="job", how="left")
+        .join(p.comms.lazy().select("comm", "size"), on="comm", how="left")
+        .with_columns(
+            empty=(pl.col("semantics") == NCCL_LIKE)
+            & ((pl.col("count") == 0) & (pl.col("count_out").fill_null(0) == 0)).fill_null(False)
+        )
+    )  # fmt: skip
+    if p.events["ordinal"].null_count() == 0:
+        return coll.with_columns(k=pl.col("ordinal"), aligned=pl.lit(True))
+    numbered = (
+        coll.group_by("comm").agg(
+            by_source=pl.col("ordinal").is_not_null().all(),
+        )
+    )
+    lossy = p.ranks.lazy().select("r", lost=pl.col("lost_before").fill_null(1) > 0)
+    uncountable = (
+        coll.join(lossy, on="r", how="left").group_by("comm").agg(lost=pl.col("lost").any())
+    )
+    counted = (
+        coll.join(numbered, on="comm", how="left")
+        .filter(~pl.col("by_source") & ~pl.col("empty"))
+        .select("i", "comm", "r", one=pl.col("i") * 0 + 1)
+        .with_columns(nth=pl.col("one").cast(pl.Int64).cum_sum().over("comm", "r", order_by="i"))
+        .select("i", "nth")
+    )
+    return (
+        coll.join(numbered, on="comm", how="left")
+        .join(uncountable, on="comm", how="left")
+        .join(counted, on="i", how="left")
+        .with_columns(
+            k=pl.when("by_source").then("ordinal").otherwise("nth"),
+            aligned=(pl.col("by_source") | ~pl.col("lost")) & (pl.col("by_source") | ~pl.col("empty")),
+        )
+        .drop("by_source", "lost", "nth")
+    )
+
+
+def _collectives(p: Prepared) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """(events: i, node, role, alone, k) and the node table of all collectives."""
+    coll = _ordinals(p).with_columns(
+        alone=(pl.col("size") == 1) | pl.col("empty") | ~pl.col("aligned") | pl.col("k").is_null()
+    )
+    span = (
+        coll.filter(~pl.col("alone"))
+        .group_by("comm")
+        .agg(low=pl.col("k").min(), high=pl.col("k").max())
+        .sort("comm")
+        .with_columns(width=pl.col("high") - pl.col("low") + 1)
+        .with_columns(base=pl.col("width").cum_sum() - pl.col("width"))
+        .collect()
+    )
+    slots = int(span["width"].sum() or 0)
+    n_events = p.events.height
+    slot = pl.col("base") + pl.col("k") - pl.col("low")
+    placed = coll.join(span.lazy().select("comm", "low", "base"), on="comm", how="left").with_columns(
+        node=pl.when("alone").then(None).otherwise(slot)
+    )
+    if slots > _MAX_SPARSE * n_events + 1024:
+        # ordinals with huge gaps (damaged or hostile numbers): number the ones that occur
+        dense = (
+            coll.filter(~pl.col("alone"))
+            .select("comm", "k").unique().sort("comm", "k").with_row_index("dense")
+        )  # fmt: skip
+        placed = placed.drop("node").join(dense, on=["comm", "k"], how="left").with_columns(
+            node=pl.when("alone").then(None).otherwise("dense")
+        )
+    coll_frame = placed.with_columns(pl.col("node").cast(pl.Int64)).collect()
+    nodes = compare_collectives(coll_frame)
+    nodes = _needs(p, nodes)
+    # node numbers with gaps are closed, so that arrays over nodes are dense
+    nodes = nodes.sort("node").with_row_index("new")
+    events = (
+        coll_frame.lazy()
+        .join(nodes.lazy().select("node", "new"), on="node", how="left")
+        .select(
+            "i",
+            node=pl.col("new").cast(pl.Int32),
+            role=pl.when(
+                (pl.col("op").is_between(OP["broadcast"], OP["gather_v"]))
+                & (pl.col("root") == pl.col("rank"))
+            )
+            .then(ROLE["root"])
+            .otherwise(ROLE["member"])
+            .cast(pl.Int8),
+            alone="alone",
+            k="k",
+        )
+        .collect()
+    )
+    return events, nodes.drop("node").rename({"new": "node"}).with_columns(pl.col("node").cast(pl.Int32))
+
+
+def _needs(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
+    """``need``: how many arrivals make the collective ready; -1 where a member's part is missing.
+
+    A member whose record starts later (ring buffer), or lists active operations only and has gone
+    past, counts as come.
+    """
+    seen = (
+        p.events.lazy()
+        .filter(is_collective(pl.col("op")))
+        .group_by("comm")
+        .agg(users=pl.col("rank").n_unique())
+    )
+    nodes = (
+        nodes.lazy()
+        .join(p.comms.lazy().select("comm", "size"), on="comm", how="left")
+        .join(seen, on="comm", how="left")
+        .with_columns(
+            members=pl.when(pl.col("size") > 0).then("size").otherwise("users").cast(pl.Int32)
+        )
+        .drop("size", "users")
+        .collect()
+    )
+    short = nodes.filter(pl.col("present") < pl.col("members"))
+    if short.is_empty():
+        return nodes.with_columns(need=pl.col("members"), passed=pl.lit(0, pl.Int32))
+    passed = passed_members(p, short).group_by("node").agg(passed=pl.len().cast(pl.Int32))
+    return nodes.join(passed, on="node", how="left").with_columns(
+        pl.col("passed").fill_null(0)
+    ).with_columns(
+        need=pl.when(pl.col("present") + pl.col("passed") >= pl.col("members"))
+        .then("present")
+        .otherwise(-1)
+        .cast(pl.Int32)
+    )
+
+
+def windows(p: Prepared) -> pl.DataFrame:
+    """Where each lossy rank's record of a communicator begins.
+
+    Columns: ``comm``, ``rank``, ``first`` (first ordinal recorded, null: none),
+    ``completed`` (last ordinal known completed from the status table, null: unknown).
+    Only ranks whose record is known to be incomplete appear (ring buffer, active entries only).
+    """
+    lossy = p.ranks.filter((pl.col("lost_before").fill_null(1) > 0) | pl.col("only_active"))
+    if lossy.is_empty():
+        return pl.DataFrame(
+            schema={"comm": pl.Int32, "rank": pl.Int32, "first": pl.Int64, "completed": pl.Int64,
+                    "only_active": pl.Boolean}
+        )  # fmt: skip
+    members = (
+        p.comms.lazy()
+        .select("comm", "job", rank="ranks")
+        .explode("rank", empty_as_null=False)
+        .join(lossy.lazy().select("job", "rank", "only_active"), on=["job", "rank"], how="inner")
+    )
+    first = (
+        p.events.lazy()
+        .filter(is_collective(pl.col("op")) & pl.col("ordinal").is_not_null())
+        .group_by("job", "comm", "rank")
+        .agg(first=pl.col("ordinal").min(), last=pl.col("ordinal").max())
+    )
+    status = p.trace.status.lazy().select("job", "comm", "rank", completed="last_completed")
+    return (
+        members.join(first, on=["job", "comm", "rank"], how="left")
+        .join(status, on=["job", "comm", "rank"], how="left")
+        .select("comm", "rank", "first", "completed", "only_active")
+        .collect()
+    )
+
+
+def passed_members(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
+    """(node, rank) of members that are not recorded at a node but have gone past it.
+
+    ``nodes`` needs ``node``, ``comm``, ``k``. A rank with a lost start has passed what lies before
+    its window; a rank that lists active operations only has passed what lies before its first
+    listed one or up to what its status says is complete.
+    """
+    w = windows(p)
+    if w.is_empty() or nodes.is_empty():
+        return pl.DataFrame(schema={"node": nodes.schema["node"], "rank": pl.Int32})
+    return (
+        nodes.lazy()
+        .select("node", "comm", "k")
+        .join(w.lazy(), on="comm", how="inner")
+        .filter(
+            ((pl.col("first") > pl.col("k")) | (pl.col("completed") >= pl.col("k"))).fill_null(False)
+        )
+        .select("node", "rank")
+        .collect()
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Point to point
+
+
+def _message_parts(p: Prepared) -> pl.LazyFrame:
+    """One row a part: sends, receives, both halves of a sendrecv, probes."""
+    p2p = (
+        p.events.lazy()
+        .filter(pl.col("op").is_between(OP["send"], OP["probe"]))
+        .join(p.jobs.lazy().select("job", "semantics"), on="job", how="left")
+        .join(
+            p.ranks.lazy().select(
+                "r", lossy=(pl.col("lost_before").fill_null(1) > 0) | pl.col("only_active")
+            ),
+            on="r",
+            how="left",
+        )
+        .with_columns(pl.col("comm").fill_null(-1))
+    )
+    op = pl.col("op")
+    common = ["i", "r", "job", "comm", "done", "semantics", "lossy", "bytes", "count", "dtype", "send_mode"]
+    here = pl.col("rank")
+    sends = p2p.filter((op == OP["send"]) | (op == OP["sendrecv"])).select(
+        *common, src=here, dst=pl.col("peer"), tag=pl.col("tag"), role=pl.lit(ROLE["send"], pl.Int8)
+    )
+    matched = pl.coalesce("matched_peer", "peer")
+    matched_tag = pl.coalesce("matched_tag", "tag")
+    recvs = p2p.filter(op == OP["recv"]).select(
+        *common, src=matched, dst=here, tag=matched_tag, role=pl.lit(ROLE["recv"], pl.Int8)
+    )
+    second = p2p.filter(op == OP["sendrecv"]).select(
+        *common,
+        src=pl.coalesce("recv_peer", "peer"),
+        dst=here,
+        tag=pl.coalesce("recv_tag", "tag"),
+        role=pl.lit(ROLE["recv"], pl.Int8),
+    )
+    probes = p2p.filter(op == OP["probe"]).select(
+        *common, src=matched, dst=here, tag=matched_tag, role=pl.lit(ROLE["probe"], pl.Int8)
+    )
+    return pl.concat([sends, recvs, second, probes]).with_columns(
+        # NCCL ignores tags: order alone matches (rule 5)
+        tag_recorded=pl.col("tag"),
+        tag=pl.when(pl.col("semantics") == NCCL_LIKE).then(0).otherwise(pl.col("tag").fill_null(0)),
+    )
+
+
+_CHANNEL: Final = ["job", "comm", "src", "dst", "tag"]
+
+
+def _messages(
+    p: Prepared, first: int
+) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+    """(parts: i, node, role, alone, k), the node table of messages, and mailboxes (i, box)."""
+    parts = _message_parts(p).collect()
+    no_boxes = pl.DataFrame(schema={"i": pl.UInt32, "box": pl.Int32})
+    if parts.is_empty():
+        part_schema = {"i": pl.UInt32, "node": pl.Int32, "role": pl.Int8, "alone": pl.Boolean, "k": pl.Int64}
+        return pl.DataFrame(schema=part_schema), _no_nodes(), no_boxes
+    # a peer that the source does not know: nothing can be claimed about the message
+    unknown = parts.filter(pl.col("src").is_null() | pl.col("dst").is_null())
+    parts = parts.filter(pl.col("src").is_not_null() & pl.col("dst").is_not_null())
+    wild = (
+        parts.filter((pl.col("src") == ANY) | (pl.col("tag") == ANY)).select("job", "comm", "dst").unique()
+    )
+    if wild.height:
+        wild = wild.sort("job", "comm", "dst").with_row_index("box")
+        boxed = parts.join(wild, on=["job", "comm", "dst"], how="inner")
+        boxes = boxed.select("i", pl.col("box").cast(pl.Int32)).unique()
+        parts = parts.join(wild, on=["job", "comm", "dst"], how="anti")
+    else:
+        boxes = no_boxes
+
+    # Where either side lost its start, or lists active operations only, the k-th operations do not
+    # belong together: what is still open is aligned from the first open one on both sides.
+    cut = parts.group_by(_CHANNEL).agg(cut=pl.col("lossy").any())
+    parts = parts.join(cut, on=_CHANNEL, how="left")
+    over = parts.filter(pl.col("cut") & pl.col("done"))
+    parts = parts.filter(~(pl.col("cut") & pl.col("done")))
+    side = pl.when(pl.col("role") == ROLE["send"]).then(0).otherwise(1)
+    counts = pl.when(pl.col("role") == ROLE["probe"]).then(0).otherwise(1).cast(pl.Int64)
+    parts = parts.with_columns(side=side.cast(pl.Int8)).with_columns(
+        k=counts.cum_sum().over([*_CHANNEL, "side"], order_by="i")
+    )
+    # a probe looks at the message that the next receive of its channel would take
+    parts = parts.with_columns(
+        k=pl.when(pl.col("role") == ROLE["probe"]).then(pl.col("k") + 1).otherwise(pl.col("k"))
+    )
+    nodes = (
+        parts.filter(pl.col("role") != ROLE["probe"])
+        .select(*_CHANNEL, "k")
+        .unique()
+        .sort(*_CHANNEL, "k")
+        .with_row_index("node", offset=first)
+        .with_columns(pl.col("node").cast(pl.Int32))
+    )
+    parts = parts.join(nodes, on=[*_CHANNEL, "k"], how="left")
+    facts = compare_messages(parts)
+    nodes = nodes.join(facts, on="node", how="left").select(
+        "node", "job", "comm", "k", "src", "dst",
+        "present", "differs", "blocks", "finished", "has_send", "has_recv", "cut",
+        kind=pl.lit(KIND["message"], pl.Int8),
+        members=pl.lit(2, pl.Int32),
+        passed=pl.lit(0, pl.Int32),
+        need=pl.when(pl.col("present") >= 2).then(2).otherwise(-1).cast(pl.Int32),
+    )  # fmt: skip
+    keep = ["i", "node", "role", "alone", "k"]
+    all_parts = pl.concat(
+        [
+            parts.with_columns(alone=pl.lit(False)).select(keep),
+            pl.concat([over, unknown], how="diagonal").select(
+                "i",
+                node=pl.lit(None, pl.Int32),
+                role="role",
+                alone=pl.lit(True),
+                k=pl.lit(None, pl.Int64),
+            ),
+        ]
+    )
+    return all_parts, nodes, boxes
+
+
+def _no_nodes() -> pl.DataFrame:
+    return pl.DataFrame(
+        schema={
+            "node": pl.Int32, "kind": pl.Int8, "job": pl.Int32, "comm": pl.Int32, "k": pl.Int64,
+            "src": pl.Int32, "dst": pl.Int32, "present": pl.Int32, "differs": pl.Boolean,
+            "blocks": pl.Boolean, "finished": pl.Int32, "has_send": pl.Boolean,
+            "has_recv": pl.Boolean, "cut": pl.Boolean, "members": pl.Int32, "passed": pl.Int32,
+            "need": pl.Int32,
+        }
+    )  # fmt: skip
+
+
+def _attach(
+    events: pl.DataFrame, collectives: pl.DataFrame, parts: pl.DataFrame, boxes: pl.DataFrame
+) -> pl.DataFrame:
+    """The events with their node. Every column is aligned to ``i``."""
+    sendrecv = events.filter(pl.col("op") == OP["sendrecv"]).select("i")
+    if sendrecv.height:
+        halves = parts.join(sendrecv, on="i", how="semi")
+        second = halves.filter(pl.col("role") == ROLE["recv"]).select("i", node2="node")
+        parts = parts.join(halves.filter(pl.col("role") == ROLE["recv"]), on=["i", "role"], how="anti")
+    else:
+        second = pl.DataFrame(schema={"i": pl.UInt32, "node2": pl.Int32})
+    placed = pl.concat([collectives.select("i", "node", "role", "alone", "k"), parts])
+    out = events.lazy()
+    if placed.height == events.height:
+        # nothing but communication: a sort by i is the join
+        placed = placed.sort("i")
+        out = pl.concat([events, placed.drop("i")], how="horizontal").lazy()
+    else:
+        out = out.join(placed.lazy(), on="i", how="left", maintain_order="left")
+    if second.height:
+        out = out.join(second.lazy(), on="i", how="left", maintain_order="left")
+    else:
+        out = out.with_columns(node2=pl.lit(-1, pl.Int32))
+    if boxes.height:
+        out = out.join(boxes.lazy(), on="i", how="left", maintain_order="left")
+    else:
+        out = out.with_columns(box=pl.lit(-1, pl.Int32))
+    return out.with_columns(
+        pl.col("node").fill_null(-1),
+        pl.col("node2").fill_null(-1),
+        pl.col("box").fill_null(-1),
+        pl.col("role").fill_null(ROLE["none"]),
+        pl.col("alone").fill_null(False),
+    ).collect()
+

@@ -1,0 +1,339 @@
+"""Replay: how far each rank can get.
+
+``Program`` is a matched trace as flat arrays; ``run`` takes it to the least fixpoint of the rules
+of DESIGN.md section 4 under a ``Scenario``, in parallel over jobs (the kernel releases the GIL).
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from dl2gpu.analysis import replay_kernel
+from dl2gpu.analysis.matching import ROLE, Matching
+from dl2gpu.trace.schema import MODE, OP, SEND_MODE
+
+__all__ = ["Fixpoint", "Program", "Scenario", "build", "replay", "run"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One reading of what the trace leaves open (DESIGN.md section 6).
+
+    Attributes:
+        eager_bytes: standard sends up to this size complete without a receiver; 0 is rendezvous.
+        one_stream: all device queues of a rank are one.
+        flip_lanes: odd ranks fill their queues with the host threads in reverse order.
+        atomic_batch: an incomplete batch holds back the partners of its matched members.
+        early_release: rooted collectives let go those who need nobody (rule 4).
+        use_states: recorded completions are facts (rule 7).
+        wild_high: wildcards take the highest sender that fits, not the lowest.
+    """
+
+    eager_bytes: int = 0
+    one_stream: bool = False
+    flip_lanes: bool = False
+    atomic_batch: bool = False
+    early_release: bool = False
+    use_states: bool = True
+    wild_high: bool = False
+
+    INFINITE: ClassVar[int] = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Program:
+    """A matched trace as flat arrays, n events sorted by (job, rank, position).
+
+    Offsets ``job_*`` have one entry more than there are jobs. See :mod:`replay_kernel` for the
+    arrays that only the kernel reads (``kernel``).
+    """
+
+    matching: Matching
+    job_event: Array
+    rank_of: Array
+    r: Array
+    lane: Array
+    stream: Array
+    group: Array
+    kernel: dict[str, Array]
+    waits: pl.DataFrame
+    """(wait, target): events that each wait with named requests, or on a stream, waits for."""
+
+
+@dataclass(frozen=True)
+class Fixpoint:
+    """Where everything stands when nothing moves any more.
+
+    ``issued``, ``started``, ``completed`` bool[n]; ``lane_at`` int32[lanes] and ``queue_at``
+    int32[queues]: the event at which a place stands, -1 at its end; ``partner`` int32[n]: matches
+    of wildcards. ``layout`` holds the lanes, queues and batches (``index_program``).
+    """
+
+    scenario: Scenario
+    issued: Array
+    started: Array
+    completed: Array
+    lane_at: Array
+    queue_at: Array
+    partner: Array
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Lanes, queues and batches, numbered in order of first sight."""
+
+    lane_of: Array
+    lane_next: Array
+    lane_first: Array
+    lane_rank: Array
+    queue_of: Array
+    queue_next: Array
+    queue_first: Array
+    queue_rank: Array
+    queue_name: Array
+    unit_of: Array
+    unit_first: Array
+    unit_size: Array
+
+
+def _codes(series: pl.Series, dtype: Any = np.int64, null: int = -1) -> Array:
+    if series.null_count():
+        series = series.fill_null(null)
+    return series.to_numpy().astype(dtype, copy=False)
+
+
+def _flags(series: pl.Series) -> Array:
+    return series.fill_null(False).to_numpy().astype(np.bool_, copy=False)
+
+
+def build(m: Matching) -> Program:
+    """Arrays of a matched trace."""
+    e = m.events
+    n = e.height
+    n_jobs = m.prepared.jobs.height
+    job = _codes(e["job"])
+    job_event = np.searchsorted(job, np.arange(n_jobs + 1)).astype(np.int32)
+    op = _codes(e["op"], np.int32)
+    stream = _codes(e["stream"])
+    is_wait = op == OP["wait"]
+    waits = _wait_pairs(m, is_wait, stream)
+    target = _codes(waits["target"], np.int64)
+    wait = _codes(waits["wait"], np.int32)
+    dep_start, dep_item = replay_kernel.bucket(target, n)
+    wait_left = np.bincount(wait, minlength=n).astype(np.int32) if n else np.zeros(0, np.int32)
+    any_mode = (_codes(e["mode"], null=0) != MODE["all"]) & is_wait
+    wait_left[any_mode] = np.minimum(wait_left[any_mode], 1)
+    wait_kind = np.zeros(n, np.uint8)
+    wait_kind[is_wait] = 1
+    wait_kind[is_wait & (stream < 0) & _waits_for_all(e)] = 2
+
+    node1 = _codes(e["node"], np.int32)
+    node2 = _codes(e["node2"], np.int32)
+    role = _codes(e["role"], np.int8)
+    alone = _flags(e["alone"])
+    n_nodes = m.nodes.height
+    both = np.empty(2 * n, np.int64)
+    both[0::2] = np.where(alone, -1, node1)
+    both[1::2] = node2
+    node_start, node_part = replay_kernel.bucket(both, n_nodes)
+    box = _codes(e["box"], np.int64)
+    n_boxes = int(box.max(initial=-1)) + 1
+    box_start, box_event = replay_kernel.bucket(box, n_boxes)
+    box_job = job[box_event[box_start[:-1]]] if n_boxes else np.zeros(0, np.int64)
+
+    kernel = {
+        "host_blocks": _flags(e["blocking"]) | is_wait,
+        "wait_kind": wait_kind,
+        "wait_left": wait_left,
+        "dep_start": dep_start,
+        "dep_wait": wait[dep_item] if len(wait) else np.zeros(0, np.int32),
+        "node1": np.where(alone, -1, node1).astype(np.int32),
+        "node2": node2,
+        "role": np.where((box >= 0) & (op != OP["recv"]) & (op != OP["probe"]), ROLE["send"], np.where((box >= 0) & (op == OP["recv"]), ROLE["recv"], role)).astype(np.int8),
+        "alone": alone,
+        "done": _flags(e["done"]),
+        "node_start": node_start,
+        "node_part": node_part.astype(np.int32),
+        "node_kind": _codes(m.nodes["kind"], np.int8),
+        "node_need": _codes(m.nodes["need"], np.int32),
+        "node_blocks": _flags(m.nodes["blocks"]),
+        "box_start": box_start,
+        "box_event": box_event,
+        "job_box": np.searchsorted(box_job, np.arange(n_jobs + 1)).astype(np.int32),
+        "peer": _codes(e["peer"], np.int32, -2),
+        "tag": _codes(e["tag"], np.int64, 0),
+        "recv_peer": np.where(op == OP["sendrecv"], _codes(e["recv_peer"], np.int32, -2), -3),
+        "recv_tag": _codes(e["recv_tag"], np.int64, 0),
+        "bytes": _codes(e["bytes"], np.int64, replay_kernel.UNKNOWN_BYTES),
+        "send_mode": _codes(e["send_mode"], np.int8, 0),
+    }
+    return Program(
+        matching=m,
+        job_event=job_event,
+        rank_of=_codes(e["rank"], np.int32),
+        r=_codes(e["r"]),
+        lane=_dense(_codes(e["lane"])),
+        stream=stream,
+        group=_codes(e["group"]),
+        kernel=kernel,
+        waits=waits,
+    )
+
+
+def _dense(values: Array) -> Array:
+    """Lane numbers as small integers, so that arrays indexed by them stay small."""
+    if not len(values) or values.max() <= len(values):
+        return values
+    return np.unique(values, return_inverse=True)[1]
+
+
+def _waits_for_all(e: pl.DataFrame) -> Array:
+    # a plain boolean column: list.len() over a null list is null, which is "all" for a wait
+    return e["requests"].list.len().fill_null(0).to_numpy() == 0
+
+
+def _wait_pairs(m: Matching, is_wait: Array, stream: Array) -> pl.DataFrame:
+    """(wait, target) pairs: named requests, and everything before a wait that stands on a stream."""
+    pairs = pl.DataFrame(schema={"wait": pl.UInt32, "target": pl.UInt32})
+    if not is_wait.any():
+        return pairs
+    e = m.events
+    waits = e.filter(pl.Series(is_wait))
+    named = (
+        waits.select("i", "r", request="requests")
+        .explode("request", empty_as_null=False)
+        .filter(pl.col("request").is_not_null())
+        .unique()
+    )
+    if named.height:
+        # the request's nearest earlier event in the same rank: sort, then carry the last one forward
+        both = pl.concat(
+            [
+                e.filter(pl.col("request").is_not_null() & ~pl.Series(is_wait)).select(
+                    "i", "r", "request", wait=pl.lit(None, pl.UInt32)
+                ),
+                named.select("i", "r", "request", wait="i"),
+            ]
+        ).sort("r", "request", "i")
+        carried = both.with_columns(
+            target=pl.when(pl.col("wait").is_null()).then("i").forward_fill(),
+            owner=pl.when(pl.col("wait").is_null())
+            .then(pl.struct("r", "request").hash(7))
+            .forward_fill(),
+        )
+        pairs = carried.filter(
+            pl.col("wait").is_not_null() & (pl.col("owner") == pl.struct("r", "request").hash(7))
+        ).select("wait", "target")
+    on_stream = is_wait & (stream >= 0) & _waits_for_all(e)
+    if on_stream.any():
+        # rare: everything issued before it in its lane
+        all_of = (
+            e.filter(pl.Series(on_stream)).select("r", "lane", wait="i")
+            .join(e.filter(~pl.Series(is_wait)).select("r", "lane", target="i"), on=["r", "lane"])
+            .filter(pl.col("target") < pl.col("wait"))
+            .select("wait", "target")
+        )  # fmt: skip
+        pairs = pl.concat([pairs, all_of])
+    return pairs
+
+
+def layout(p: Program, scenario: Scenario) -> Layout:
+    """Lanes, queues and batches under the scenario's reading of streams."""
+    n = len(p.r)
+    order = np.arange(n)
+    stream = p.stream
+    strings = p.matching.prepared.trace.strings.height + 1
+    if scenario.one_stream:
+        stream = np.where(stream >= 0, 0, -1)
+    if scenario.flip_lanes:
+        flipped = np.where(p.rank_of % 2 == 1, -p.lane, p.lane)
+        order = np.lexsort((order, flipped, p.r))
+    n_lanes = int(p.lane.max(initial=0)) + 1
+    return Layout(
+        *replay_kernel.index_program(p.r, p.lane, stream, p.group, order, n_lanes, strings)
+    )
+
+
+def run(
+    p: Program, scenario: Scenario, jobs: Array | None = None, workers: int | None = None
+) -> Fixpoint:
+    """The least fixpoint of the given jobs (default: all).
+
+    Args:
+        jobs: int32 numbers of the jobs to run; the others stay untouched (nothing issued).
+        workers: threads; default the number of processors.
+    """
+    lay = layout(p, scenario)
+    k = p.kernel
+    n = len(p.r)
+    n_jobs = len(p.job_event) - 1
+    job_of_rank = p.matching.prepared.ranks["job"].to_numpy()
+    job_lane = np.searchsorted(job_of_rank[lay.lane_rank], np.arange(n_jobs + 1)).astype(np.int32)
+    job_queue = np.searchsorted(job_of_rank[lay.queue_rank], np.arange(n_jobs + 1)).astype(np.int32)
+    issued, started, completed = (np.zeros(n, np.bool_) for _ in range(3))
+    lane_at = np.full(len(lay.lane_first), -1, np.int32)
+    queue_at = np.full(len(lay.queue_first), -1, np.int32)
+    partner = np.full(n, -1, np.int32)
+    done = k["done"] if scenario.use_states else np.zeros(n, np.bool_)
+    wait_left = k["wait_left"].copy()
+    mode = k["send_mode"]
+    if scenario.eager_bytes:
+        small = (k["bytes"] <= scenario.eager_bytes) | (scenario.eager_bytes == Scenario.INFINITE)
+    else:
+        small = np.zeros(n, np.bool_)
+    eager = (mode == SEND_MODE["buffered"]) | (small & (mode != SEND_MODE["synchronous"]))
+
+    def work(part: Array) -> None:
+        replay_kernel.run(
+            part, p.job_event, job_lane, job_queue, k["job_box"],
+            lay.lane_of, lay.lane_next, lay.lane_first,
+            lay.queue_of, lay.queue_next, lay.queue_first,
+            lay.unit_of, lay.unit_first, lay.unit_size,
+            k["host_blocks"], k["wait_kind"], wait_left, k["dep_start"], k["dep_wait"],
+            k["node1"], k["node2"], k["role"], eager, k["alone"], done,
+            k["node_start"], k["node_part"], k["node_kind"], k["node_need"], k["node_blocks"],
+            k["box_start"], k["box_event"], p.rank_of, k["peer"], k["tag"], k["recv_peer"],
+            k["recv_tag"],
+            scenario.early_release, scenario.atomic_batch, scenario.wild_high,
+            issued, started, completed, lane_at, queue_at, partner,
+        )  # fmt: skip
+
+    chosen = np.arange(n_jobs, dtype=np.int32) if jobs is None else jobs.astype(np.int32)
+    threads = min(workers or os.cpu_count() or 1, len(chosen))
+    if threads <= 1:
+        if len(chosen):
+            work(chosen)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, _shares(chosen, p.job_event, threads)))
+    return Fixpoint(scenario, issued, started, completed, lane_at, queue_at, partner, lay)
+
+
+def _shares(jobs: Array, job_event: Array, threads: int) -> list[Array]:
+    """Runs of jobs with about the same number of events, four for each thread."""
+    sizes = np.cumsum(job_event[jobs + 1] - job_event[jobs])
+    cuts = np.searchsorted(sizes, np.linspace(0, sizes[-1], 4 * threads + 1)[1:-1])
+    return [part for part in np.split(jobs, np.unique(cuts)) if len(part)]
+
+
+def replay(trace: Any, matching: Matching, scenario: Scenario | None = None) -> pl.DataFrame:
+    """Facts of every event at the fixpoint: job, rank, lane, seq, issued, started, completed."""
+    fix = run(build(matching), scenario or Scenario())
+    return matching.events.select("job", "rank", "lane", "seq").with_columns(
+        issued=pl.Series(fix.issued),
+        started=pl.Series(fix.started),
+        completed=pl.Series(fix.completed),
+    )
+
+
+

@@ -1,0 +1,516 @@
+"""The replay of DESIGN.md section 4 as one compiled function over flat arrays.
+
+A work list per job: host lanes and device queues are *agents* that are stepped when something they
+stand at may have moved. The rules are monotone, so the order in which agents are stepped does not
+matter: the least fixpoint is unique. Rule numbers are those of DESIGN.md section 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+
+SYNCHRONISING: Final = 0
+ROOT_SENDS: Final = 1
+ROOT_RECEIVES: Final = 2
+MESSAGE: Final = 3
+
+UNKNOWN_BYTES: Final = (1 << 63) - 1
+"""Stands for an unknown message size: never within an eager threshold."""
+
+MEMBER: Final = 1
+ROOT: Final = 2
+SEND: Final = 3
+RECV: Final = 4
+PROBE: Final = 5
+
+_JIT: Any = njit(cache=True, nogil=True)
+
+
+@_JIT
+def index_program(r: Any, lane: Any, stream: Any, group: Any, order: Any, n_lanes: Any, n_strings: Any) -> Any:
+    """Lanes, queues and batches of events sorted by (rank row, position).
+
+    Args:
+        r: int64[n] rank row. lane: int64[n] dense lane numbers below n_lanes.
+        stream: int64[n] string code, -1 for host operations. group: int64[n], -1 for none.
+        order: int64[n] order in which queues are filled (a permutation that keeps ranks together).
+
+    Returns:
+        lane_of, lane_next, lane_first, lane_rank, queue_of, queue_next, queue_first, queue_rank,
+        queue_name, unit_of, unit_first, unit_size. ``unit_of`` is -1 outside batches of two or more.
+    """
+    n = len(r)
+    lane_of = np.empty(n, np.int32)
+    lane_next = np.full(n, -1, np.int32)
+    lane_prev = np.full(n, -1, np.int32)
+    lane_first = np.empty(n, np.int32)
+    lane_rank = np.empty(n, np.int32)
+    stamp = np.full(n_lanes, -1, np.int64)
+    number = np.zeros(n_lanes, np.int32)
+    last = np.zeros(n_lanes, np.int32)
+    lanes = 0
+    for e in range(n):
+        v = lane[e]
+        if stamp[v] != r[e]:
+            stamp[v] = r[e]
+            number[v] = lanes
+            lane_first[lanes] = e
+            lane_rank[lanes] = r[e]
+            lanes += 1
+        else:
+            lane_next[last[v]] = e
+            lane_prev[e] = last[v]
+        last[v] = e
+        lane_of[e] = number[v]
+
+    queue_of = np.full(n, -1, np.int32)
+    queue_next = np.full(n, -1, np.int32)
+    queue_first = np.empty(n, np.int32)
+    queue_rank = np.empty(n, np.int32)
+    queue_name = np.empty(n, np.int32)
+    stamp = np.full(n_strings, -1, np.int64)
+    number = np.zeros(n_strings, np.int32)
+    last = np.zeros(n_strings, np.int32)
+    queues = 0
+    for x in range(n):
+        e = order[x]
+        v = stream[e]
+        if v < 0:
+            continue
+        if stamp[v] != r[e]:
+            stamp[v] = r[e]
+            number[v] = queues
+            queue_first[queues] = e
+            queue_rank[queues] = r[e]
+            queue_name[queues] = v
+            queues += 1
+        else:
+            queue_next[last[v]] = e
+        last[v] = e
+        queue_of[e] = number[v]
+
+    unit_of = np.full(n, -1, np.int32)
+    unit_first = np.empty(n, np.int32)
+    unit_size = np.zeros(n, np.int32)
+    units = 0
+    for e in range(n):
+        before = lane_prev[e]
+        if group[e] < 0 or before < 0 or group[before] != group[e]:
+            continue
+        if unit_of[before] < 0:
+            unit_of[before] = units
+            unit_first[units] = before
+            unit_size[units] = 1
+            units += 1
+        unit_of[e] = unit_of[before]
+        unit_size[unit_of[e]] += 1
+    return (
+        lane_of, lane_next, lane_first[:lanes].copy(), lane_rank[:lanes].copy(),
+        queue_of, queue_next, queue_first[:queues].copy(), queue_rank[:queues].copy(),
+        queue_name[:queues].copy(), unit_of, unit_first[:units].copy(), unit_size[:units].copy(),
+    )  # fmt: skip
+
+
+@_JIT
+def bucket(key: Any, n_keys: Any) -> Any:
+    """Counting sort: (start int32[n_keys+1], item int32[...]) of the positions with key >= 0."""
+    start = np.zeros(n_keys + 1, np.int32)
+    for x in range(len(key)):
+        if key[x] >= 0:
+            start[key[x] + 1] += 1
+    for k in range(n_keys):
+        start[k + 1] += start[k]
+    fill = start[:-1].copy()
+    item = np.empty(start[n_keys], np.int32)
+    for x in range(len(key)):
+        if key[x] >= 0:
+            item[fill[key[x]]] = x
+            fill[key[x]] += 1
+    return start, item
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _satisfy(sats: Any, n: Any, satisfied: Any, part: Any) -> Any:
+    """Puts a part on the stack of satisfied parts, once. Bits 0, 1: satisfied; 2, 3: on the stack."""
+    e = part >> 1
+    bit = np.uint8(4 << (part & 1))
+    if satisfied[e] & bit:
+        return n
+    satisfied[e] |= bit
+    sats[n] = part
+    return n + 1
+
+
+@_JIT
+def run(
+    jobs: Any, job_event: Any, job_lane: Any, job_queue: Any, job_box: Any,
+    lane_of: Any, lane_next: Any, lane_first: Any,
+    queue_of: Any, queue_next: Any, queue_first: Any,
+    unit_of: Any, unit_first: Any, unit_size: Any,
+    host_blocks: Any, wait_kind: Any, wait_left: Any, dep_start: Any, dep_wait: Any,
+    node1: Any, node2: Any, role: Any, eager: Any, alone: Any, done: Any,
+    node_start: Any, node_part: Any, node_kind: Any, node_need: Any, node_blocks: Any,
+    box_start: Any, box_event: Any, rank_of: Any, peer: Any, tag: Any, recv_peer: Any, recv_tag: Any,
+    early: Any, atomic: Any, wild_high: Any,
+    issued: Any, started: Any, completed: Any, lane_at: Any, queue_at: Any, partner: Any,
+) -> Any:  # fmt: skip
+    """Runs the given jobs to their least fixpoint; writes the last six arrays.
+
+    ``jobs`` int32[..] numbers of jobs; ``job_*`` offsets of each job's events, lanes, queues and
+    mailboxes. ``wait_kind`` uint8[n]: 0 no wait, 1 named requests, 2 everything before it in the
+    lane. ``wait_left`` int32[n] is consumed. ``node_part`` lists the parts of a node as
+    ``2 * event + half``. ``lane_at``/``queue_at`` int32: where each place stands at the fixpoint,
+    -1 at its end. ``partner`` int32[n]: the event a wildcard receive (or its send) was matched with.
+    """
+    widest = 0
+    for j in jobs:
+        widest = max(widest, job_event[j + 1] - job_event[j])
+    n_lanes = len(lane_first)
+    n_agents = n_lanes + len(queue_first)
+    starts = np.empty(widest + 1, np.int32)
+    sats = np.empty(2 * widest + 2, np.int64)  # each part is put there once
+    comps = np.empty(widest + 1, np.int32)
+    most = 0
+    for j in jobs:
+        most = max(most, job_lane[j + 1] - job_lane[j] + job_queue[j + 1] - job_queue[j])
+    agents = np.empty(most + 1, np.int32)
+    waiting = np.zeros(n_agents, np.bool_)  # agent is on the work list
+    ready = np.zeros(len(issued), np.bool_)
+    parts_left = np.zeros(len(issued), np.int8)
+    satisfied = np.zeros(len(issued), np.uint8)
+    unit_ready = np.zeros(len(unit_first), np.int32)
+    unit_left = np.zeros(len(unit_first), np.int32)
+    unit_total = np.zeros(len(unit_first), np.int32)  # parts of the batch
+    unit_met = np.zeros(len(unit_first), np.int32)  # parts whose partners have all come
+    node_able = np.zeros(len(node_kind), np.int32)  # parts that no incomplete batch holds back
+    arrived = np.zeros(len(node_kind), np.int32)
+    root_in = np.zeros(len(node_kind), np.bool_)
+    outstanding = np.zeros(n_lanes, np.int32)
+    forced = np.full(n_lanes, -1, np.int32)  # last event of the lane known to be passed
+
+    for j in jobs:
+        n_start = 0
+        n_sat = 0
+        n_comp = 0
+        n_agent = 0
+        e0, e1 = job_event[j], job_event[j + 1]
+        for e in range(e0, e1):
+            parts = 0
+            if wait_kind[e] == 0 and not alone[e]:
+                if node1[e] >= 0 or role[e] != 0:
+                    parts = 1
+                if node2[e] >= 0:
+                    parts = 2
+            parts_left[e] = parts
+            if unit_of[e] >= 0:
+                unit_left[unit_of[e]] += parts
+                unit_total[unit_of[e]] += parts
+            if done[e]:
+                # rule 7: what the trace says completed, completed; its lane got at least here
+                forced[lane_of[e]] = e
+        for e in range(e0, e1):
+            if not done[e]:
+                continue
+            issued[e] = True
+            started[e] = True
+            completed[e] = True
+            ready[e] = True
+            satisfied[e] = 15
+            u = unit_of[e]
+            if u >= 0:
+                unit_ready[u] += 1
+                unit_left[u] -= parts_left[e]
+                unit_met[u] += parts_left[e]
+            parts_left[e] = 0
+            if node1[e] >= 0 and role[e] != PROBE:
+                arrived[node1[e]] += 1
+                node_able[node1[e]] += 1
+                if role[e] == ROOT or role[e] == SEND:
+                    root_in[node1[e]] = True
+            if node2[e] >= 0:
+                arrived[node2[e]] += 1
+                node_able[node2[e]] += 1
+            for x in range(dep_start[e], dep_start[e + 1]):
+                wait_left[dep_wait[x]] -= 1
+        for lane in range(job_lane[j], job_lane[j + 1]):
+            lane_at[lane] = lane_first[lane]
+            agents[n_agent] = lane
+            waiting[lane] = True
+            n_agent += 1
+        for queue in range(job_queue[j], job_queue[j + 1]):
+            queue_at[queue] = queue_first[queue]
+            agents[n_agent] = n_lanes + queue
+            waiting[n_lanes + queue] = True
+            n_agent += 1
+
+        while True:
+            if n_comp > 0:
+                n_comp -= 1
+                e = comps[n_comp]
+                if completed[e]:
+                    continue
+                completed[e] = True
+                lane = lane_of[e]
+                if wait_kind[e] == 0:
+                    outstanding[lane] -= 1
+                at = lane_at[lane]
+                if at >= 0 and not waiting[lane]:
+                    if at == e or unit_of[e] >= 0 or (wait_kind[at] == 2 and outstanding[lane] <= 0):
+                        agents[n_agent] = lane
+                        waiting[lane] = True
+                        n_agent += 1
+                queue = queue_of[e]
+                if queue >= 0 and not waiting[n_lanes + queue]:
+                    agents[n_agent] = n_lanes + queue
+                    waiting[n_lanes + queue] = True
+                    n_agent += 1
+                for x in range(dep_start[e], dep_start[e + 1]):
+                    w = dep_wait[x]
+                    wait_left[w] -= 1
+                    if wait_left[w] <= 0 and issued[w]:
+                        a = lane_of[w] if queue_of[w] < 0 else n_lanes + queue_of[w]
+                        if not waiting[a]:
+                            agents[n_agent] = a
+                            waiting[a] = True
+                            n_agent += 1
+            elif n_sat > 0:
+                n_sat -= 1
+                e = sats[n_sat] >> 1
+                half = np.uint8(1 + (sats[n_sat] & 1))
+                if satisfied[e] & half:
+                    continue
+                satisfied[e] |= half
+                parts_left[e] -= 1
+                u = unit_of[e]
+                if u < 0:
+                    if parts_left[e] == 0:
+                        comps[n_comp] = e
+                        n_comp += 1
+                else:
+                    unit_left[u] -= 1
+                    if unit_left[u] == 0 and unit_ready[u] == unit_size[u]:
+                        x = unit_first[u]
+                        while x >= 0 and unit_of[x] == u:
+                            if not completed[x]:
+                                comps[n_comp] = x
+                                n_comp += 1
+                            x = lane_next[x]
+            elif n_start > 0:
+                n_start -= 1
+                e = starts[n_start]
+                if started[e]:
+                    continue
+                started[e] = True
+                if parts_left[e] == 0:
+                    u = unit_of[e]
+                    if u < 0:
+                        comps[n_comp] = e
+                        n_comp += 1
+                    elif unit_left[u] == 0:
+                        comps[n_comp] = e
+                        n_comp += 1
+                    continue
+                for half in range(2):
+                    v = node1[e] if half == 0 else node2[e]
+                    kind = role[e] if half == 0 else RECV
+                    if kind == SEND and half == 0 and eager[e]:
+                        # rule 5, buffered: a send needs nobody
+                        n_sat = _satisfy(sats, n_sat, satisfied, 2 * e)
+                    if v < 0:
+                        continue
+                    if kind == PROBE:
+                        if root_in[v]:
+                            n_sat = _satisfy(sats, n_sat, satisfied, 2 * e)
+                        continue
+                    arrived[v] += 1
+                    if unit_of[e] < 0:
+                        node_able[v] += 1
+                    if kind == ROOT or kind == SEND:
+                        root_in[v] = True
+                        if node_kind[v] == MESSAGE:
+                            for x in range(node_start[v], node_start[v + 1]):
+                                w = node_part[x] >> 1
+                                if role[w] == PROBE and started[w]:
+                                    n_sat = _satisfy(sats, n_sat, satisfied, 2 * w)
+                    if node_blocks[v]:
+                        continue
+                    if early and node_kind[v] == ROOT_SENDS:
+                        # rule 4, released early: the root needs nobody, the others need the root
+                        if kind == ROOT:
+                            for x in range(node_start[v], node_start[v + 1]):
+                                if started[node_part[x] >> 1]:
+                                    n_sat = _satisfy(sats, n_sat, satisfied, node_part[x])
+                        elif root_in[v]:
+                            n_sat = _satisfy(sats, n_sat, satisfied, 2 * e + half)
+                        continue
+                    if early and node_kind[v] == ROOT_RECEIVES and kind != ROOT:
+                        n_sat = _satisfy(sats, n_sat, satisfied, 2 * e + half)
+                    if arrived[v] != node_need[v]:
+                        continue
+                    # rules 3 and 5: all have come
+                    if atomic:
+                        # rule 2, second reading: a batch holds its partners back until each of its
+                        # parts could go
+                        for x in range(node_start[v], node_start[v + 1]):
+                            w = node_part[x] >> 1
+                            u = unit_of[w]
+                            if u < 0 or role[w] == PROBE or done[w]:
+                                continue
+                            unit_met[u] += 1
+                            if unit_met[u] != unit_total[u]:
+                                continue
+                            y = unit_first[u]
+                            while y >= 0 and unit_of[y] == u:
+                                for h in range(2):
+                                    t = node1[y] if h == 0 else node2[y]
+                                    if t < 0 or done[y] or (h == 0 and role[y] == PROBE):
+                                        continue
+                                    node_able[t] += 1
+                                    if node_able[t] == node_need[t] and not node_blocks[t]:
+                                        for z in range(node_start[t], node_start[t + 1]):
+                                            if role[node_part[z] >> 1] != PROBE:
+                                                n_sat = _satisfy(
+                                                    sats, n_sat, satisfied, node_part[z]
+                                                )
+                                y = lane_next[y]
+                        if node_able[v] != node_need[v]:
+                            continue
+                    for x in range(node_start[v], node_start[v + 1]):
+                        if role[node_part[x] >> 1] != PROBE:
+                            n_sat = _satisfy(sats, n_sat, satisfied, node_part[x])
+            elif n_agent > 0:
+                n_agent -= 1
+                a = agents[n_agent]
+                waiting[a] = False
+                if a < n_lanes:
+                    # rule 1: the host goes on until it stands at something that blocks it
+                    lane = a
+                    e = lane_at[lane]
+                    while e >= 0:
+                        passed_before = e <= forced[lane]
+                        if not issued[e]:
+                            issued[e] = True
+                            if wait_kind[e] == 0:
+                                outstanding[lane] += 1
+                            if queue_of[e] >= 0:
+                                b = n_lanes + queue_of[e]
+                                if not waiting[b]:
+                                    agents[n_agent] = b
+                                    waiting[b] = True
+                                    n_agent += 1
+                            elif wait_kind[e] != 0:
+                                started[e] = True
+                            else:
+                                # rule 2: a host operation starts when issued, a batch as a unit
+                                ready[e] = True
+                                u = unit_of[e]
+                                if u < 0:
+                                    starts[n_start] = e
+                                    n_start += 1
+                                else:
+                                    unit_ready[u] += 1
+                                    if unit_ready[u] == unit_size[u]:
+                                        x = unit_first[u]
+                                        while x >= 0 and unit_of[x] == u:
+                                            if not started[x]:
+                                                starts[n_start] = x
+                                                n_start += 1
+                                            x = lane_next[x]
+                        if queue_of[e] < 0 and host_blocks[e] and not completed[e]:
+                            if wait_kind[e] == 1 and wait_left[e] <= 0:
+                                comps[n_comp] = e
+                                n_comp += 1
+                                break
+                            if wait_kind[e] == 2 and outstanding[lane] <= 0:
+                                comps[n_comp] = e
+                                n_comp += 1
+                                break
+                            if not passed_before:
+                                u = unit_of[e]
+                                nxt = lane_next[e]
+                                inside = u >= 0 and nxt >= 0 and unit_of[nxt] == u
+                                if not inside:
+                                    break
+                            elif wait_kind[e] != 0:
+                                # the host is known to have gone past this wait
+                                completed[e] = True
+                        e = lane_next[e]
+                    lane_at[lane] = e
+                else:
+                    # rule 2: the head of a queue starts when it has been issued
+                    queue = a - n_lanes
+                    e = queue_at[queue]
+                    while e >= 0 and completed[e]:
+                        e = queue_next[e]
+                    queue_at[queue] = e
+                    if e < 0 or not issued[e]:
+                        continue
+                    if wait_kind[e] != 0:
+                        started[e] = True
+                        if wait_left[e] <= 0:
+                            comps[n_comp] = e
+                            n_comp += 1
+                        continue
+                    u = unit_of[e]
+                    if u < 0:
+                        if not ready[e]:
+                            ready[e] = True
+                            starts[n_start] = e
+                            n_start += 1
+                        continue
+                    x = e
+                    while x >= 0 and unit_of[x] == u and issued[x]:
+                        if not ready[x]:
+                            ready[x] = True
+                            unit_ready[u] += 1
+                            if unit_ready[u] == unit_size[u]:
+                                y = unit_first[u]
+                                while y >= 0 and unit_of[y] == u:
+                                    if not started[y]:
+                                        starts[n_start] = y
+                                        n_start += 1
+                                    y = lane_next[y]
+                        x = queue_next[x]
+            else:
+                # nothing else moves: wildcard receives take what is there (rule 5)
+                met = False
+                for b in range(job_box[j], job_box[j + 1]):
+                    for x in range(box_start[b], box_start[b + 1]):
+                        e = box_event[x]
+                        taking = role[e] == RECV or role[e] == PROBE or recv_peer[e] >= -1
+                        if not started[e] or not taking:
+                            continue
+                        half = 0 if (role[e] == RECV or role[e] == PROBE) else 1
+                        if satisfied[e] & (1 + half) or (role[e] != PROBE and partner[e] >= 0):
+                            continue
+                        src = peer[e] if half == 0 else recv_peer[e]
+                        want = tag[e] if half == 0 else recv_tag[e]
+                        best = -1
+                        seen_rank = -1
+                        for y in range(box_start[b], box_start[b + 1]):
+                            s = box_event[y]
+                            if role[s] != SEND or not started[s] or partner[s] >= 0:
+                                continue
+                            if src >= 0 and rank_of[s] != src:
+                                continue
+                            if want >= 0 and tag[s] != want:
+                                continue
+                            if rank_of[s] == seen_rank:
+                                continue
+                            seen_rank = rank_of[s]
+                            best = s
+                            if not wild_high:
+                                break
+                        if best >= 0:
+                            met = True
+                            n_sat = _satisfy(sats, n_sat, satisfied, 2 * e + half)
+                            if role[e] != PROBE:
+                                partner[e] = best
+                                partner[best] = e
+                                n_sat = _satisfy(sats, n_sat, satisfied, 2 * best)
+                if not met:
+                    break
+    return 0

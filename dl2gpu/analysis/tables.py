@@ -1,0 +1,225 @@
+"""The working form of a trace: events in program order, with the facts that every stage needs.
+
+``prepare`` gives one frame, sorted by ``(job, rank, seq, lane)``, whose row index ``i`` is the
+program position used wherever an order is needed: within a lane, within a device queue, within a
+channel. Everything downstream refers to events by ``i``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import polars as pl
+
+from dl2gpu.trace.schema import EXIT, OP, OP_OTHER, RANKS, STATE, Trace, conform
+
+__all__ = ["BACKEND_CLASS", "Prepared", "backend_class", "prepare"]
+
+NCCL_LIKE: Final = 0
+GLOO: Final = 1
+MPI: Final = 2
+BACKEND_CLASS: Final = {"gloo": GLOO, "c10d": GLOO, "mpi": MPI}
+"""Default semantics by backend (TRACE_FORMAT.md); every other backend behaves like NCCL."""
+
+LATE_NS: Final = 30_000_000_000
+"""A completion this long after the job's last sign of issuing anything is an abort, not progress.
+
+A timeout's abort marks the stuck operations completed minutes later, while nobody has enqueued
+anything in between (DESIGN.md section 4). The shortest timeouts in use are of minutes.
+"""
+
+
+def backend_class(backend: str | None) -> int:
+    """Class of a backend's semantics: 0 NCCL and its kin, 1 gloo, 2 MPI. ``cpu:gloo`` is gloo."""
+    name = (backend or "").lower().rsplit(":", 1)[-1]
+    return BACKEND_CLASS.get(name, NCCL_LIKE)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A trace made ready for analysis.
+
+    Attributes:
+        trace: the tables as read.
+        events: columns of the event table the analysis needs, sorted by (job, rank, seq, lane), and
+            ``i`` UInt32 row number; ``r`` UInt32 row of ``ranks``; ``done`` Boolean: a recorded and
+            trusted completion (rule 7); ``doubted`` Boolean: a completion taken back (an abort).
+        jobs: the jobs table and ``semantics`` Int8 (backend class), ``states`` Boolean (completion
+            is observed: post-mortem evidence), ``world`` Int32 (ranks 0..world-1 are expected).
+        ranks: the ranks table, one row for each rank that has a record, and ``r`` its number.
+        comms: the comms table and ``size`` Int32 (0 = unknown), with one row more for each job
+            that has a ``finalize`` without a communicator.
+    """
+
+    trace: Trace
+    events: pl.DataFrame
+    jobs: pl.DataFrame
+    ranks: pl.DataFrame
+    comms: pl.DataFrame
+
+
+_KEEP: Final = (
+    "job", "rank", "lane", "seq", "op", "stream", "blocking", "request", "requests", "mode",
+    "comm", "new_comm", "split", "ordinal", "peer", "tag", "recv_peer", "recv_tag", "send_mode",
+    "root", "reduce_op", "count", "count_out", "dtype", "bytes", "splits", "group", "state",
+    "t_created", "t_started", "t_completed", "matched_peer", "matched_tag", "stack", "flags",
+)  # fmt: skip
+
+
+def _in_order(events: pl.DataFrame) -> bool:
+    """Are the rows already sorted by (job, rank, seq, lane)? One pass; readers mostly deliver so."""
+    if events.height < 2:
+        return True
+    later = np.zeros(events.height - 1, dtype=bool)
+    equal = np.ones(events.height - 1, dtype=bool)
+    for name in ("job", "rank", "seq", "lane"):
+        values = events[name].to_numpy()
+        later |= equal & (values[1:] > values[:-1])
+        equal &= values[1:] == values[:-1]
+    return bool(later.all())
+
+
+def prepare(trace: Trace) -> Prepared:
+    """Sorts the events and derives what all stages share. See :class:`Prepared`."""
+    events = trace.events.select(_KEEP)
+    if not _in_order(events):
+        events = events.sort("job", "rank", "seq", "lane")
+    events = events.with_row_index("i")
+
+    ranks = _ranks(trace, events)
+    comms, events = _finalize_comms(trace, events)
+    events = _with_rank_rows(events, ranks)
+
+    jobs = conform(trace.jobs, "jobs").join(_job_facts(events), on="job", how="left").sort("job")
+    semantics = pl.Series(
+        "semantics", [backend_class(b) for b in jobs["backend"]], dtype=pl.Int8
+    )
+    members = comms.group_by("job").agg(
+        member_max=pl.col("ranks").list.max().max(),
+    )
+    seen = ranks.group_by("job").agg(rank_max=pl.col("rank").max())
+    jobs = (
+        jobs.with_columns(semantics)
+        .join(members, on="job", how="left")
+        .join(seen, on="job", how="left")
+        .with_columns(
+            # gloo without a single completion has states that say nothing (they stay scheduled)
+            states=pl.when(pl.col("semantics") == GLOO)
+            .then(pl.col("any_completed"))
+            .otherwise(pl.col("any_completed") | pl.col("any_state"))
+            .fill_null(False),
+            world=pl.coalesce(
+                pl.col("world_size"), pl.max_horizontal("member_max", "rank_max") + 1
+            ).fill_null(0),
+        )
+        .drop("member_max", "rank_max")
+        .sort("job")
+    )
+    events = _facts(events, jobs)
+    return Prepared(trace, events, jobs, ranks, comms)
+
+
+def _ranks(trace: Trace, events: pl.DataFrame) -> pl.DataFrame:
+    """The ranks table, completed by ranks that have events but no row, numbered by (job, rank)."""
+    known = conform(trace.ranks, "ranks").unique(["job", "rank"], keep="first", maintain_order=True)
+    with_events = events.select("job", "rank").unique()
+    extra = with_events.join(known.select("job", "rank"), on=["job", "rank"], how="anti")
+    if extra.height:
+        blank = extra.with_columns(
+            exit=pl.lit(EXIT["unknown"], pl.UInt8),
+            truncated=pl.lit(False),
+            lost_before=pl.lit(0, pl.Int64),
+            only_active=pl.lit(False),
+        )
+        known = pl.concat([known, conform(blank, "ranks")])
+    return known.select(RANKS.keys()).sort("job", "rank").with_row_index("r")
+
+
+def _with_rank_rows(events: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
+    if events.is_empty():
+        return events.with_columns(r=pl.lit(0, pl.UInt32))
+    # rows are sorted by (job, rank): number the runs instead of joining ten million rows
+    job, rank = events["job"].to_numpy(), events["rank"].to_numpy()
+    change = np.empty(len(job), dtype=bool)
+    change[0] = False
+    change[1:] = (job[1:] != job[:-1]) | (rank[1:] != rank[:-1])
+    run = np.cumsum(change)
+    first = np.flatnonzero(np.concatenate(([True], change[1:])))
+    heads = pl.DataFrame({"job": job[first], "rank": rank[first]}).join(
+        ranks.select("job", "rank", "r"), on=["job", "rank"], how="left", maintain_order="left"
+    )
+    return events.with_columns(pl.Series("r", heads["r"].to_numpy()[run], dtype=pl.UInt32))
+
+
+def _finalize_comms(trace: Trace, events: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Comms with sizes; ``finalize`` gets a communicator of the whole job (TRACE_FORMAT.md)."""
+    comms = conform(trace.comms, "comms").with_columns(
+        size=pl.col("ranks").list.len().fill_null(0).cast(pl.Int32)
+    )
+    ends = events.filter(pl.col("op") == OP["finalize"])["job"].unique().sort()
+    if ends.is_empty():
+        return comms, events
+    world = dict(zip(trace.jobs["job"], trace.jobs["world_size"], strict=True))
+    seen = dict(events.group_by("job").agg(pl.col("rank").max()).iter_rows())
+    n = comms.height
+    rows = []
+    for k, job in enumerate(ends):
+        size = world.get(job) or seen[job] + 1
+        rows.append(
+            {"comm": n + k, "job": job, "id": "(whole job)", "ranks": list(range(size)), "size": size}
+        )
+    added = pl.DataFrame(rows, schema_overrides=comms.schema)
+    comms = pl.concat([comms, added], how="diagonal")
+    whole = pl.DataFrame({"job": ends, "whole": range(n, n + len(ends))}).cast(pl.Int32)
+    events = (
+        events.join(whole, on="job", how="left", maintain_order="left")
+        .with_columns(
+            comm=pl.when(pl.col("op") == OP["finalize"])
+            .then(pl.col("whole"))
+            .otherwise(pl.col("comm"))
+        )
+        .drop("whole")
+    )
+    return comms, events
+
+
+def _job_facts(events: pl.DataFrame) -> pl.DataFrame:
+    return events.group_by("job").agg(
+        events=pl.len(),
+        any_completed=(pl.col("state") == STATE["completed"]).any(),
+        any_state=(pl.col("state") > 0).any(),
+        last_created=pl.col("t_created").max(),
+    )
+
+
+def _facts(events: pl.DataFrame, jobs: pl.DataFrame) -> pl.DataFrame:
+    """``done`` and ``doubted``: which recorded completions are believed (rule 7)."""
+    completed = pl.col("state") == STATE["completed"]
+    if not jobs["states"].any():
+        return events.with_columns(done=pl.lit(False), doubted=pl.lit(False))
+    per_job = jobs.select("job", "states", "last_created")
+    late = (
+        (pl.col("t_completed") - pl.col("last_created") > LATE_NS)
+        & (pl.col("t_completed") - pl.coalesce("t_started", "t_created") > LATE_NS)
+    ).fill_null(False)
+    return (
+        events.join(per_job, on="job", how="left", maintain_order="left")
+        .with_columns(
+            done=completed & pl.col("states") & ~late, doubted=completed & pl.col("states") & late
+        )
+        .drop("states", "last_created")
+    )
+
+
+def is_collective(op: pl.Expr) -> pl.Expr:
+    """Operations that all members of a communicator take part in."""
+    return op >= OP["all_reduce"]
+
+
+def is_unknown(op: pl.Expr) -> pl.Expr:
+    """Operations outside the catalogue, kept by name and treated as synchronising."""
+    return op >= OP_OTHER
+
+
