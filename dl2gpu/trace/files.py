@@ -26,10 +26,13 @@ __all__ = [
     "Limits",
     "compression",
     "cut_reason",
+    "filesystem",
     "is_url",
+    "local_path",
     "read_bytes",
     "read_head",
     "read_tail",
+    "remote_errors",
     "unwrap",
     "whole_file",
 ]
@@ -158,8 +161,8 @@ def _read_raw(url: str, limits: Limits) -> bytes:
             size = os.fstat(f.fileno()).st_size
             _check_size(size, limits)
             return f.read(size)
-    with _remote_errors():
-        fs, name = _filesystem(url)
+    with remote_errors():
+        fs, name = filesystem(url)
         size = int(fs.info(name).get("size") or 0)
         _check_size(size, limits)
         data: bytes = fs.cat_file(name)
@@ -176,8 +179,8 @@ def _read_range(url: str, start: int, stop: int | None) -> bytes:
                 return f.read(-start)
             f.seek(start)
             return f.read(-1 if stop is None else stop - start)
-    with _remote_errors():
-        fs, name = _filesystem(url)
+    with remote_errors():
+        fs, name = filesystem(url)
         data: bytes = fs.cat_file(name, start=start, end=stop)
         return data
 
@@ -198,7 +201,8 @@ def _open_local(path: str) -> IO[bytes]:
     return os.fdopen(fd, "rb")
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
+def filesystem(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the name that it has there."""
     from fsspec.core import url_to_fs  # late: only buckets need it
 
     fs, name = url_to_fs(url)
@@ -206,15 +210,17 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def _remote_errors() -> Iterator[None]:
+def remote_errors(url: str | None = None) -> Iterator[None]:
+    """What a store raises, as InputError; the message begins with ``url`` where one is given."""
+    where = f"{url}: " if url else ""
     try:
         yield
     except InputError:
         raise
     except ImportError as e:
-        raise InputError(f"needs a package that is not installed: {e}") from e
+        raise InputError(f"{where}needs a package that is not installed: {e}") from e
     except Exception as e:  # every store has its own exceptions
-        raise InputError(f"cannot be read: {type(e).__name__}: {e}") from e
+        raise InputError(f"{where}cannot be read: {type(e).__name__}: {e}") from e
 
 
 def _check_size(size: int, limits: Limits) -> None:
@@ -302,7 +308,7 @@ def _inflate(raw: bytes, kind: str) -> Iterator[bytes]:
                 yield from _step(one, kind, piece)
             except InputError:
                 raise
-            except Exception as e:  # zlib.error, ZstdError, LZMAError, OSError, EOFError
+            except Exception as e:  # zlib.error, ZstdError, LZMAError, OSError, ...
                 raise _StreamError(f"is damaged ({e})") from e
         rest = rest[position - len(one.unused_data) :]
 

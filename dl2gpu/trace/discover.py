@@ -1,0 +1,421 @@
+"""Finds the trace files below paths and buckets, and says which of them belong to one job.
+
+A job is a folder below the scanned path, with three exceptions: a folder in which every rank has a
+subfolder of its own is one job; subfolders ``attempt_0``, ``restart_1``, ... are restarts of the
+job that their parent is; and ``--job-pattern`` overrides both.
+
+What a file is, is decided by its content (``sniff.py``). Only a few kilobytes a file are read here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from dl2gpu.trace.files import filesystem, local_path, remote_errors
+from dl2gpu.trace.inputs import Input, InputError, TraceFile
+from dl2gpu.trace.sniff import Kind, junk_reason, sniff
+
+__all__ = ["Discovery", "discover"]
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """What lies below the scanned paths."""
+
+    files: list[TraceFile]
+    """Files for a reader, sorted by path."""
+    inputs: list[Input]
+    """All other files, and why they are not read; sorted by path."""
+
+
+def discover(paths: Sequence[str], job_pattern: str | None = None) -> Discovery:
+    """Trace files below ``paths``.
+
+    Args:
+        paths: folders, files, or fsspec URLs of them. With several, the ``path`` and ``folder`` of
+            each file begin with the name of the scanned path they came from. Files named one by
+            one count with the others of their folder as one job.
+        job_pattern: regular expression with one or more of the named groups ``job``, ``rank`` and
+            ``attempt``, searched in each file's path below the scanned path. Files of one ``job``
+            are one job wherever they lie.
+
+    Raises:
+        InputError: a path does not exist or may not be listed, or the pattern is none.
+    """
+    pattern = _compile(job_pattern)
+    found: list[tuple[_Found, Kind]] = []
+    inputs: list[Input] = []
+    for file in _unique(_roots(paths)):
+        reason = file.reason or junk_reason(file.name)
+        kind = Kind(None, "ignored", reason) if reason else _sniff(file)
+        if kind.format is not None and kind.status == "read":
+            found.append((file, kind))
+        else:
+            inputs.append(Input(file.path, kind.status, kind.reason, kind.format))
+    found, siblings = _parquet_siblings(found)
+    files = _jobs(found)
+    if pattern is not None:
+        files = _apply(pattern, files, {f.path: f for f, _ in found})
+    return Discovery(
+        sorted(files, key=lambda f: f.path), sorted(inputs + siblings, key=lambda i: i.path)
+    )
+
+
+def _sniff(file: _Found) -> Kind:
+    try:
+        return sniff(file.url, file.name, file.size)
+    except InputError as e:
+        return Kind(None, "quarantined", str(e))
+
+
+# --------------------------------------------------------------------------------------------------
+# Listing
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file below a scanned path."""
+
+    root: str  # name of the scanned path, "" where it is the only one
+    label: str  # the folder name that files directly in the scanned path get
+    below: str  # path below the scanned path
+    url: str
+    size: int | None
+    reason: str | None = None  # why it is not looked into
+
+    @property
+    def path(self) -> str:
+        return f"{self.root}/{self.below}" if self.root else self.below
+
+    @property
+    def name(self) -> str:
+        return self.below.rsplit("/", 1)[-1]
+
+
+@dataclass(slots=True)
+class _Root:
+    """One path to scan: a folder, or some files of one folder."""
+
+    path: str  # as opened: absolute for local folders, a URL else
+    only: set[str] | None = None  # base names, where files were named one by one
+    label: str = ""
+
+
+_SKIP_FOLDERS: Final = {
+    "__pycache__": "compiled Python files",
+    ".git": "a version control store",
+    ".ipynb_checkpoints": "copies made by Jupyter",
+}
+
+
+def _roots(paths: Sequence[str]) -> Iterator[_Found]:
+    if isinstance(paths, str):  # a frequent slip, which would scan the letters
+        paths = [paths]
+    roots: dict[str, _Root] = {}
+    for given in paths:
+        path, name = _resolve(given)
+        root = roots.get(path)
+        if root is None:
+            roots[path] = _Root(path, None if name is None else {name})
+        elif name is None or root.only is None:
+            root.only = None
+        else:
+            root.only.add(name)
+    _label(list(roots.values()))
+    for root in roots.values():
+        prefix = root.label if len(roots) > 1 else ""
+        listing = _list_local(root) if local_path(root.path) is not None else _list_remote(root)
+        for below, url, size, reason in listing:
+            yield _Found(prefix, root.label, below, url, size, reason)
+
+
+def _resolve(given: str) -> tuple[str, str | None]:
+    """A folder to list, and the one file of it where a file was named."""
+    local = local_path(given)
+    if local is None:
+        with remote_errors(given):
+            fs, name = filesystem(given)
+            if fs.isfile(name):
+                folder, _, base = given.rstrip("/").rpartition("/")
+                return folder, base
+            if not fs.exists(name):
+                raise InputError(f"{given}: expected a folder or a file, found nothing there")
+        return given.rstrip("/"), None
+    path = Path(local).expanduser().resolve()
+    try:
+        folder = stat.S_ISDIR(path.stat().st_mode)
+    except OSError as e:
+        raise InputError(f"{given}: expected a folder or a file, found none ({e.strerror})") from e
+    return (str(path), None) if folder else (str(path.parent), path.name)
+
+
+def _label(roots: list[_Root]) -> None:
+    """Names the roots by their last parts, as many as it takes to tell them apart."""
+    parts = [[p for p in re.split(r"[/\\]+", r.path) if p] or ["root"] for r in roots]
+    for depth in range(1, max(map(len, parts), default=0) + 1):
+        labels = ["/".join(p[-depth:]) for p in parts]
+        if len(set(labels)) == len(labels):
+            break
+    for root, label in zip(roots, labels if roots else [], strict=True):
+        root.label = label.replace(":", "_")
+
+
+_Listed = Iterator[tuple[str, str, int | None, str | None]]
+
+
+def _list_local(root: _Root) -> _Listed:
+    """(path below, path to open, size, reason not to look into it) of each file."""
+    top = local_path(root.path) or "/"
+    stack = [""]
+    while stack:
+        folder = stack.pop()
+        here = f"{top}/{folder}" if folder else top
+        try:
+            with os.scandir(here) as entries:
+                listed = sorted(entries, key=lambda e: e.name)
+        except OSError as e:
+            if not folder:
+                raise InputError(f"{here}: the folder cannot be listed: {e.strerror}") from e
+            yield folder, here, None, f"the folder cannot be listed: {e.strerror}"
+            continue
+        for entry in listed:
+            if root.only is not None and entry.name not in root.only:
+                continue
+            below = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_symlink():
+                yield below, entry.path, None, _link_reason(entry.path, top)
+            elif entry.is_dir(follow_symlinks=False):
+                if root.only is not None:
+                    continue
+                if entry.name in _SKIP_FOLDERS:
+                    yield below, entry.path, None, _SKIP_FOLDERS[entry.name]
+                else:
+                    stack.append(below)
+            elif entry.is_file(follow_symlinks=False):
+                yield _printable(below), entry.path, _size(entry), None
+            else:
+                yield below, entry.path, None, "a pipe, socket or device (reading it could block)"
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    try:
+        return entry.stat(follow_symlinks=False).st_size
+    except OSError:
+        return None  # gone since it was listed: opening it will say so
+
+
+def _link_reason(path: str, top: str) -> str:
+    try:
+        target = Path(path).resolve(strict=True)
+    except (OSError, RuntimeError):
+        return "a symbolic link to nothing"
+    if target.is_relative_to(Path(top).resolve()):
+        return "a symbolic link; what it points to is read where it is"
+    return "a symbolic link that leaves the scanned path (name the target to scan it)"
+
+
+def _printable(path: str) -> str:
+    """``path`` without bytes that are not UTF-8 (surrogates cannot be written to a report)."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _list_remote(root: _Root) -> _Listed:
+    with remote_errors(root.path):
+        fs, top = filesystem(root.path)
+        top = top.rstrip("/")
+        listed: dict[str, dict[str, object]] = fs.find(top, detail=True)
+        for name in sorted(listed):
+            below = name[len(top) :].lstrip("/") if name.startswith(top) else name
+            if not below or (root.only is not None and below not in root.only):
+                continue
+            size = listed[name].get("size")
+            skipped = next((_SKIP_FOLDERS[p] for p in below.split("/") if p in _SKIP_FOLDERS), None)
+            yield below, fs.unstrip_protocol(name), size if isinstance(size, int) else None, skipped
+
+
+def _unique(files: Iterator[_Found]) -> Iterator[_Found]:
+    """Each file once, also where the scanned paths overlap."""
+    seen: set[str] = set()
+    for file in files:
+        if file.url not in seen:
+            seen.add(file.url)
+            yield file
+
+
+# --------------------------------------------------------------------------------------------------
+# Parquet
+
+_SIBLINGS: Final = ("comms", "stacks", "jobs", "ranks", "strings", "status")
+
+
+def _parquet_siblings(
+    found: list[tuple[_Found, Kind]],
+) -> tuple[list[tuple[_Found, Kind]], list[Input]]:
+    """Takes the side tables ``x.comms.parquet``, ... out: they are read with ``x.parquet``."""
+    names = {f.path for f, kind in found if kind.format == "parquet"}
+    rest: list[tuple[_Found, Kind]] = []
+    inputs: list[Input] = []
+    for file, kind in found:
+        match = re.fullmatch(rf"(.*)\.({'|'.join(_SIBLINGS)})\.parquet", file.path)
+        if kind.format != "parquet" or match is None:
+            rest.append((file, kind))
+        elif f"{match.group(1)}.parquet" in names:
+            main = f"{match.group(1)}.parquet".rsplit("/", 1)[-1]
+            inputs.append(Input(file.path, "read", f"read with {main}", "parquet"))
+        else:
+            main = f"{match.group(1)}.parquet".rsplit("/", 1)[-1]
+            reason = f"a side table of {main}, which is missing: put it beside this file"
+            inputs.append(Input(file.path, "quarantined", reason, "parquet"))
+    return rest, inputs
+
+
+# --------------------------------------------------------------------------------------------------
+# Jobs
+
+_RANK_FOLDER: Final = re.compile(
+    r"(?:^|.*[^a-z])(?:global|local)?[-_.]?(?:rank|worker|proc|process|trainer)s?[-_.]?\d+$",
+    re.IGNORECASE,
+)
+_HOST_FOLDER: Final = re.compile(r"(?:node|host|machine|pod)[-_.]?\d+$", re.IGNORECASE)
+_ATTEMPT_FOLDER: Final = re.compile(
+    r"(?:attempt|restart|retry|try|incarnation|generation)[-_.]?(\d{1,9})$", re.IGNORECASE
+)
+
+
+def _jobs(found: list[tuple[_Found, Kind]]) -> list[TraceFile]:
+    """Trace files with the folder of their job, and the attempt where a folder's name says it."""
+    by_folder: dict[tuple[str, str], list[_Found]] = defaultdict(list)
+    for file, _ in found:
+        by_folder[file.root, file.below.rpartition("/")[0]].append(file)
+    job_folder = _without_rank_folders(by_folder)
+    files: list[TraceFile] = []
+    for file, kind in found:
+        folder = job_folder[file.root, file.below.rpartition("/")[0]]
+        attempt = None
+        match = _ATTEMPT_FOLDER.fullmatch(folder.rpartition("/")[2])
+        if match:
+            attempt = int(match.group(1))
+            folder = folder.rpartition("/")[0]
+        files.append(
+            TraceFile(
+                path=file.path,
+                url=file.url,
+                format=kind.format or "",
+                folder=_folder_name(file, folder),
+                size=file.size or 0,
+                attempt=attempt,
+            )
+        )
+    return files
+
+
+def _folder_name(file: _Found, folder: str) -> str:
+    if not file.root:
+        return folder or file.label
+    return f"{file.root}/{folder}" if folder else file.root
+
+
+def _without_rank_folders(
+    by_folder: dict[tuple[str, str], list[_Found]],
+) -> dict[tuple[str, str], str]:
+    """The job's folder of each folder with files: the parent, where each rank has its own."""
+    children: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for root, folder in by_folder:
+        if folder:
+            children[root, folder.rpartition("/")[0]].append(folder)
+    job = {key: key[1] for key in by_folder}
+    for (root, parent), folders in children.items():
+        if (root, parent) in by_folder:
+            continue  # files of its own: the subfolders are something else
+        bases = [f.rpartition("/")[2] for f in folders]
+        names = [{f.name for f in by_folder[root, folder]} for folder in folders]
+        if all(_RANK_FOLDER.match(b) for b in bases) or (
+            # one folder a host is the same, if no name stands in two of them
+            len(folders) > 1
+            and all(_HOST_FOLDER.fullmatch(b) for b in bases)
+            and sum(map(len, names)) == len(set().union(*names))
+        ):
+            for folder in folders:
+                job[root, folder] = parent
+    return job
+
+
+# --------------------------------------------------------------------------------------------------
+# --job-pattern
+
+
+def _compile(pattern: str | None) -> re.Pattern[str] | None:
+    if pattern is None:
+        return None
+    try:
+        compiled = re.compile(pattern)
+    except re.error as e:
+        raise InputError(
+            f"job pattern {pattern!r}: expected a regular expression, found an error: {e}"
+        ) from e
+    if not {"job", "rank", "attempt"} & set(compiled.groupindex):
+        raise InputError(
+            f"job pattern {pattern!r}: expected a named group, as in (?P<job>...), (?P<rank>...) "
+            f"or (?P<attempt>...); found none"
+        )
+    return compiled
+
+
+def _apply(
+    pattern: re.Pattern[str], files: list[TraceFile], found: dict[str, _Found]
+) -> list[TraceFile]:
+    """Fills job, rank and attempt from each file's path; files that do not match stay as found."""
+    out: list[TraceFile] = []
+    for file in files:
+        match = pattern.search(found[file.path].below)
+        if match is None:
+            out.append(file)
+            continue
+        groups = match.groupdict()
+        numbers: dict[str, int] = {}
+        for name in ("rank", "attempt"):
+            text = groups.get(name)
+            if text is None:
+                continue
+            if not re.fullmatch(r"[0-9]{1,9}", text):
+                raise InputError(
+                    f"job pattern {pattern.pattern!r}: the group {name} matched {text!r} in "
+                    f"{file.path}; expected a number, as in (?P<{name}>[0-9]+)"
+                )
+            numbers[name] = int(text)
+        job = groups.get("job")
+        out.append(
+            replace(
+                file,
+                job=job if job is not None else file.job,
+                rank=numbers.get("rank"),
+                attempt=numbers.get("attempt", file.attempt),
+            )
+        )
+    return _gather_jobs(out)
+
+
+def _gather_jobs(files: list[TraceFile]) -> list[TraceFile]:
+    """One folder for all files of a job that the pattern named: what their folders share."""
+    folders: dict[str, list[list[str]]] = defaultdict(list)
+    for file in files:
+        if file.job is not None:
+            folders[file.job].append(file.folder.split("/"))
+    shared = {job: _common(parts) for job, parts in folders.items()}
+    return [f if f.job is None else replace(f, folder=shared[f.job] or f.job) for f in files]
+
+
+def _common(folders: list[list[str]]) -> str:
+    """The path that all of ``folders`` (lists of parts) begin with."""
+    first, last = min(folders), max(folders)
+    same = 0
+    while same < min(len(first), len(last)) and first[same] == last[same]:
+        same += 1
+    return "/".join(first[:same])

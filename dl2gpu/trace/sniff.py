@@ -1,0 +1,281 @@
+"""What a file is, from its first few kilobytes: by content, never by name.
+
+Names only help where content cannot: an empty dump, and junk that is known by its name.
+
+Source: FORMATS.md sections 1 and 9.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from dl2gpu.trace.files import read_head, read_tail
+from dl2gpu.trace.inputs import Status
+
+__all__ = ["Kind", "classify", "junk_reason", "looks_like_a_dump", "parquet_kind", "sniff"]
+
+_HEAD: Final = 4096
+_MORE: Final = 64 << 10
+"""Read where the first 4 kB are JSON, but do not say of what."""
+_FOOTER: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a file was recognised as."""
+
+    format: str | None
+    """Name of the format; None: not known."""
+    status: Status = "read"
+    """"read": a reader takes it; else what becomes of it, and why:"""
+    reason: str | None = None
+
+
+NATIVE: Final = Kind("native")
+FLIGHT_RECORDER: Final = Kind("flight_recorder")
+PARQUET: Final = Kind("parquet")
+
+
+def _not_yet(format_: str, title: str) -> Kind:
+    return Kind(format_, "ignored", f"{title}: not supported yet")
+
+
+_KINETO = _not_yet("kineto", "Kineto (PyTorch profiler) trace")
+_EXECUTION_TRACE = _not_yet("execution_trace", "PyTorch execution trace")
+_CHAKRA = _not_yet("chakra", "Chakra trace")
+_NCCL_LOG = _not_yet("nccl_log", "NCCL log")
+_RAS = _not_yet("ras", "NCCL RAS output")
+_UNKNOWN_JSON = Kind(None, "ignored", "JSON, but not a trace")
+_UNKNOWN = Kind(None, "ignored", "not a trace: the content is of no known format")
+
+
+def sniff(url: str, name: str, size: int | None) -> Kind:
+    """What the file at ``url`` is. Reads a few kilobytes, through one layer of compression.
+
+    Args:
+        url: what :mod:`files` opens.
+        name: its base name.
+        size: stored bytes, None if not known.
+
+    Raises:
+        InputError: it cannot be opened.
+    """
+    if size == 0:
+        return _empty(name)
+    head, packed = read_head(url, _HEAD)
+    if not head:
+        if packed is None:
+            return _empty(name)
+        return Kind(None, "quarantined", f"the {packed} stream is damaged from its beginning")
+    if head.startswith(b"PAR1"):
+        return parquet_kind(url)
+    kind = classify(head, name)
+    if kind in (_UNKNOWN_JSON, _UNKNOWN) and len(head) >= _HEAD and _json_start(head) in b"{[":
+        head, _ = read_head(url, _MORE)
+        kind = classify(head, name)
+    if kind in (_UNKNOWN, _UNKNOWN_JSON) and looks_like_a_dump(name):
+        return Kind(
+            None,
+            "quarantined",
+            f"named like a dump, but the content is of no known format (begins with {head[:8]!r})",
+        )
+    return kind
+
+
+def _empty(name: str) -> Kind:
+    # The process was killed before it wrote anything: that rank has no record, which is evidence.
+    if re.search(r"\.jsonl(\.gz|\.zst)?$", name):
+        return NATIVE
+    if looks_like_a_dump(name):
+        return FLIGHT_RECORDER
+    return Kind(None, "ignored", "empty file")
+
+
+# --------------------------------------------------------------------------------------------------
+# Names
+
+_DUMP_NAME: Final = re.compile(
+    r"(nccl|comm_lib|xccl|rccl|hccl|fr|flight_?recorder)_?(trace|dump)"
+    r"|(trace|dump)_rank"
+    r"|^_?(dump|trace|fr|rank)[-_.]?\d+(\.(json|pkl|pickle|bin|gz|zst))*$"
+    r"|[-_.]rank[-_.]?\d+(\.(json|pkl|pickle|bin|gz|zst))*$",
+    re.IGNORECASE,
+)
+
+
+def looks_like_a_dump(name: str) -> bool:
+    """Is ``name`` one that Flight Recorder dumps usually have."""
+    return _DUMP_NAME.search(name) is not None
+
+
+_JUNK: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
+    (re.compile(pattern, re.IGNORECASE), reason)
+    for pattern, reason in (
+        (r"^\._", "macOS attributes of another file"),
+        (r"^\.ds_store$|^thumbs\.db$|^desktop\.ini$", "left by a file manager"),
+        (r"^\.", "hidden file"),
+        (r"\.pipe$", "pipe of the recorder, not a dump"),
+        (r"\.(tmp|part|partial|swp|lock|crdownload)$|~$", "unfinished or temporary file"),
+        (r"^(readme|license|notice|changelog)(\.|$)", "a text for people"),
+        (r"^expect\.json$|^labels\.(csv|json)$", "labels of a test corpus"),
+        (r"^report\.json$|^report\.html?$", "a report of dl2gpu"),
+        (r"^fault_injection\.log$", "log of a fault injector"),
+        (r"\.(py|pyc|sh|md|rst|html?|css|js|yaml|yml|toml|ini|cfg|conf|csv)$", "not a trace"),
+    )
+)
+"""Files known by name, so that the report can say what they are. First match counts."""
+
+
+def junk_reason(name: str) -> str | None:
+    """Why a file of this name is not looked into; None = it is."""
+    return next((reason for pattern, reason in _JUNK if pattern.search(name)), None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Content
+
+
+def parquet_kind(url: str) -> Kind:
+    """Native Parquet, or a Parquet file of something else: the footer says."""
+    tail = read_tail(url, 8)
+    if len(tail) < 8 or tail[4:] != b"PAR1":
+        return Kind("parquet", "quarantined", "a Parquet file that is cut short: no footer")
+    length = int.from_bytes(tail[:4], "little")
+    if b"dl2gpu.trace.version" in read_tail(url, min(length + 8, _FOOTER)):
+        return PARQUET
+    return Kind(None, "ignored", "a Parquet file, but not of dl2gpu.trace")
+
+
+_PICKLE: Final = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?(.)", re.DOTALL)
+_DUMP_KEYS: Final = (
+    b"entries", b"pg_config", b"pg_status", b"comm_state", b"nccl_version", b"comm_lib_version",
+    b"profiling_name", b"record_id", b"health_check_results",
+)  # fmt: skip
+
+
+def classify(head: bytes, name: str) -> Kind:
+    """What begins with ``head`` (decompressed)."""
+    pickle = _PICKLE.match(head)
+    if pickle:
+        return _pickle(head, pickle.group(1), name)
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        head = head.decode("utf-16", "replace").encode("utf-8", "replace")
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text[:1] in (b"{", b"["):
+        return _json(text)
+    return _text(head, text)
+
+
+def _pickle(head: bytes, first: bytes, name: str) -> Kind:
+    # `}` empty dict, `]` empty list, `(` mark (protocol 3 and up may begin a dict with it)
+    if first in b"}](" and (any(k in head for k in _DUMP_KEYS) or looks_like_a_dump(name)):
+        return FLIGHT_RECORDER
+    if looks_like_a_dump(name):
+        return FLIGHT_RECORDER  # its reader refuses what is no dump, and says why
+    return Kind(None, "ignored", "a Python pickle, but no Flight Recorder dump (not loaded)")
+
+
+def _json(text: bytes) -> Kind:
+    keys = _outer_keys(text)
+    names = keys.keys()
+    if text.startswith(b"["):
+        if "profiling_name" in names or {"record_id", "pg_id"} <= names:
+            return FLIGHT_RECORDER
+        if "ph" in names:
+            return _KINETO
+        if "comms" in names:
+            return _not_yet("param", "PARAM communication trace")
+        return _UNKNOWN_JSON
+    if keys.get("format") == "dl2gpu.trace" or (
+        keys.get("kind") in ("header", "comm", "op", "end") and "ph" not in names
+    ):
+        return NATIVE
+    if str(keys.get("schema", "")).startswith("dl2gpu.report"):
+        return Kind(None, "ignored", "a report of dl2gpu")
+    if "workload_graph" in names:
+        return _CHAKRA
+    if "schema" in names and ("nodes" in names or "pid" in names):
+        return _EXECUTION_TRACE
+    if names & {"traceEvents", "deviceProperties", "distributedInfo", "schemaVersion"}:
+        return _KINETO
+    if {"communicators", "nccl_version"} <= names:
+        return _RAS
+    if "header" in names and names & {"coll_perf", "p2p_perf"}:
+        return _not_yet("nccl_inspector", "NCCL inspector record")
+    if names & {"entries", "pg_config", "pg_status", "nccl_comm_state"} or (
+        names & {"comm_lib_version", "nccl_version"} and len(names) <= 3
+    ):
+        return FLIGHT_RECORDER
+    return _UNKNOWN_JSON
+
+
+def _text(head: bytes, text: bytes) -> Kind:
+    if text.startswith(b"version https://git-lfs.github.com/spec/"):
+        return Kind(
+            None, "quarantined", "a Git LFS pointer instead of the data: run `git lfs pull`"
+        )
+    if head[257:262] == b"ustar" or head.startswith(b"PK\x03\x04"):
+        return Kind(None, "ignored", "an archive: unpack it first")
+    if text.startswith(b"V|1|base_timestamp="):
+        return _not_yet("clog", "TorchComms log")
+    if b" NCCL INFO " in head or b"NCCL version " in head:
+        return _NCCL_LOG
+    if b"Watchdog caught" in head or b"ProcessGroupNCCL" in head:
+        return _not_yet("watchdog_log", "PyTorch watchdog log")
+    if b"Job summary" in head and b"=====" in head:
+        return _RAS
+    if b" entering at walltime " in head:
+        return _not_yet("dumpi", "DUMPI text trace")
+    if _is_chakra(head):
+        return _CHAKRA
+    return _UNKNOWN
+
+
+def _is_chakra(head: bytes) -> bool:
+    """A length and a protobuf message GlobalMetadata: field 1, a version such as "0.0.4"."""
+    return re.match(rb"[\x04-\x7f]\n[\x03-\x10]\d+\.\d+\.\d+", head) is not None
+
+
+def _json_start(head: bytes) -> bytes:
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] or b"-"
+
+
+_TOKEN: Final = re.compile(rb'"((?:[^"\\]|\\.)*)"|[{}\[\]:,]')
+
+
+def _outer_keys(text: bytes) -> dict[str, str | None]:
+    """Keys of the outer object, or of the objects in the outer list, with values that are text.
+
+    ``text`` may end anywhere.
+    """
+    level = 2 if text.startswith(b"[") else 1
+    depth = 0
+    found: dict[str, str | None] = {}
+    key: str | None = None  # waits for its value
+    last: str | None = None  # a text that may turn out to be a key
+    for token in _TOKEN.finditer(text):
+        sign = token.group(0)
+        if sign in (b"{", b"["):
+            depth += 1
+            key = None
+        elif sign in (b"}", b"]"):
+            depth -= 1
+            key = None
+            if depth <= 0 and level == 1:
+                break  # the first object is enough: JSON Lines has more
+        elif depth != level:
+            continue
+        elif sign == b":":
+            if last is not None:
+                key = last
+                found.setdefault(key, None)
+        elif sign == b",":
+            key = last = None
+        else:
+            value = token.group(1).decode("utf-8", "replace")
+            if key is not None:
+                found[key] = value
+            last = value
+    return found
