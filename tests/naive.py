@@ -15,7 +15,7 @@ from typing import Any, Final
 from dl2gpu.trace.schema import ANY, DTYPE_BYTES, FLAG, MODE, OP, OP_CLASS, SEND_MODE, STATE, Trace
 
 Key = tuple[int, int, int]
-"""(rank, lane, seq): one event of a job. Sorting keys gives each rank's recorded order."""
+"""(rank, lane, seq): one event of a job."""
 
 Event = dict[str, Any]
 """A row of the event table."""
@@ -24,13 +24,14 @@ INFINITE: Final = math.inf
 
 BROADCAST_LIKE: Final = {OP["broadcast"], OP["scatter"], OP["scatter_v"]}
 REDUCE_LIKE: Final = {OP["reduce"], OP["gather"], OP["gather_v"]}
-EQUAL_COUNTS: Final = {
+EQUAL_SIZES: Final = {
     OP[name]
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
+    for name in (
+        *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"),
+        *("gather", "scan", "exscan"),
+    )
 }
-"""Operations whose members pass in equally many elements, and that NCCL drops when those are 0."""
-COUNTS_WHERE_GIVEN: Final = {OP["gather"], OP["scatter"]}
-"""Only one side passes elements in: a count of 0 or null says nothing."""
+"""Operations whose members pass in equally much."""
 DTYPE_SIZES: Final = tuple(DTYPE_BYTES.values())
 
 
@@ -79,6 +80,16 @@ def stuck_places(facts: dict[Key, Fact]) -> set[tuple[int, str | int]]:
     }
 
 
+def recorded_order(key: Key) -> tuple[int, int, int]:
+    """Order of a rank's events over all its lanes: seq, then lane.
+
+    Within a lane that is the program's order. Between lanes it is what the recorder saw, and
+    decides how lanes fill a stream, a channel, and the numbers of a communicator.
+    """
+    rank, lane, seq = key
+    return rank, seq, lane
+
+
 def is_collective(event: Event) -> bool:
     first, _ = OP_CLASS["synchronising"]
     return bool(event["op"] >= first)
@@ -107,9 +118,9 @@ class _Program:
     def __init__(self, trace: Trace, choices: Choices, job: int) -> None:
         self.choices = choices
         rows = [row for row in trace.events.to_dicts() if row["job"] == job]
+        by_key = {(row["rank"], row["lane"], row["seq"]): row for row in rows}
         self.events: dict[Key, Event] = {
-            (row["rank"], row["lane"], row["seq"]): row
-            for row in sorted(rows, key=lambda row: (row["rank"], row["lane"], row["seq"]))
+            key: by_key[key] for key in sorted(by_key, key=recorded_order)
         }
         self.facts = {
             key: Fact("host" if event["stream"] is None else event["stream"])
@@ -129,6 +140,7 @@ class _Program:
             or {key[0] for key, event in self.events.items() if event["comm"] == row["comm"]}
             for row in trace.comms.to_dicts()
         }
+        self.known_passed: set[Key] = set()
         self._lay_out_lanes_and_streams()
         self._match_collectives()
         self._match_point_to_point()
@@ -142,7 +154,7 @@ class _Program:
         for key, event in self.events.items():
             lanes.setdefault(key[:2], []).append(key)
             if event["stream"] is not None:
-                # Lanes that share a stream fill it in the order (lane, seq).
+                # Lanes that share a stream fill it in the recorded order.
                 stream = "the one" if self.choices.streams == "one" else event["stream"]
                 streams.setdefault((key[0], stream), []).append(key)
         self.lanes = lanes
@@ -179,6 +191,8 @@ class _Program:
         for key, event in self.events.items():
             if not is_collective(event):
                 continue
+            if self._dropped(event):
+                continue  # the library makes no call: it has no number, and is absent for others
             # finalize runs over the whole job, whatever communicator it names.
             comm = "world" if event["op"] == OP["finalize"] else event["comm"]
             counted[key[0], comm] = counted.get((key[0], comm), 0) + 1
@@ -195,6 +209,10 @@ class _Program:
             slot: self._compatible([self.events[key] for key in present.values()])
             for slot, present in self.collective.items()
         }
+
+    def _dropped(self, event: Event) -> bool:
+        """NCCL ignores a collective over no elements (TRACE_FORMAT.md, zero-count collective)."""
+        return self.nccl_like and event["count"] == 0 and not event["count_out"]
 
     def _match_point_to_point(self) -> None:
         """The k-th send of a channel goes with its k-th receive (rule 5)."""
@@ -263,18 +281,32 @@ class _Program:
         return before < sum(f.issued + f.started + f.completed for f in self.facts.values())
 
     def _apply_states(self) -> None:
-        """Rule 7: what was recorded as completed is so, and its host had come that far."""
+        """Rule 7: what was recorded as completed is so.
+
+        Its host had then issued and passed everything earlier in the lane (rule 1 backwards), even
+        what is not recorded as completed. A wait that was passed has completed; what state another
+        operation is in remains for the rules to say.
+        """
         for key, event in self.events.items():
             if event["state"] == STATE["completed"]:
-                fact = self.facts[key]
-                fact.issued = fact.started = fact.completed = True
+                self._completed(key)
                 for earlier in self.lanes[key[:2]]:
                     if earlier < key:
                         self.facts[earlier].issued = True
+                        self.known_passed.add(earlier)
+                        passed = self.events[earlier]
+                        if passed["op"] == OP["wait"] and passed["stream"] is None:
+                            self._completed(earlier)
+
+    def _completed(self, key: Key) -> None:
+        fact = self.facts[key]
+        fact.issued = fact.started = fact.completed = True
 
     def _passed(self, key: Key) -> bool:
         """Rule 1: does the host go on behind this event?"""
         event, fact = self.events[key], self.facts[key]
+        if key in self.known_passed:
+            return True
         if event["stream"] is None and event["blocking"]:
             return fact.completed
         return fact.issued
@@ -393,18 +425,25 @@ class _Program:
         return send is not None and self._sizes_fit(send, key) and ready(send)
 
     def _sizes_fit(self, send: Key, receive: Key) -> bool:
-        """NCCL needs equal sizes; a gloo or MPI receive may be larger than what comes."""
-        receiver = self.events[receive]
-        sent = size_in_bytes(self.events[send])
-        room = size_in_bytes(receiver, received=receiver["op"] == OP["sendrecv"])
+        """NCCL needs equal sizes; a gloo or MPI receive may be larger than what comes.
+
+        Bytes decide where both sides know them, else elements; an unknown size fits.
+        """
+        sender, receiver = self.events[send], self.events[receive]
+        exchange = receiver["op"] == OP["sendrecv"]
+        sent, room = size_in_bytes(sender), size_in_bytes(receiver, received=exchange)
+        if sent is None or room is None:
+            sent, room = sender["count"], receiver["count"]
+            if exchange and receiver["count_out"] is not None:
+                room = receiver["count_out"]
         if sent is None or room is None:
             return True
-        return sent == room if self.nccl_like else sent <= room
+        return bool(sent == room if self.nccl_like else sent <= room)
 
     def _collective_satisfied(self, key: Key, event: Event, ready: Callable[[Key], bool]) -> bool:
         """Rules 3 and 4."""
-        if self.nccl_like and event["op"] in EQUAL_COUNTS and event["count"] == 0:
-            return True  # the library drops the call
+        if self._dropped(event):
+            return True
         members = self.world if event["op"] == OP["finalize"] else self.members[event["comm"]]
         if members == {key[0]}:
             return True
@@ -435,13 +474,14 @@ class _Program:
         if events[0]["op"] == OP["comm_create"]:
             # With split, each colour makes a communicator of its own.
             return agree([e["new_comm"] for e in events if not e["split"]])
+        # Bytes decide where all know them, else elements. Another type of the same size in all
+        # blocks nobody; nor does another reduce_op.
         sized = [
-            e
+            (e["count"], size_in_bytes(e))
             for e in events
-            if not e["flags"] & FLAG["sizes_incomparable"]
-            and (e["op"] in EQUAL_COUNTS or (e["op"] in COUNTS_WHERE_GIVEN and e["count"]))
+            if e["op"] in EQUAL_SIZES
+            and not e["flags"] & FLAG["sizes_incomparable"]
+            and not (e["op"] == OP["gather"] and e["count"] == 0)
         ]
-        if not agree([e["count"] for e in sized]):
-            return False
-        # Another type of the same size in all blocks nobody; nor does another reduce_op.
-        return agree([e["dtype"] for e in sized]) or agree([size_in_bytes(e) for e in sized])
+        counts, sizes = [c for c, _ in sized], [b for _, b in sized]
+        return agree(sizes) and (None not in sizes or agree(counts))

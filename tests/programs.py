@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from dl2gpu.trace.schema import (
     ANY,
+    DTYPE_BYTES,
     EVENTS,
     EXIT,
     MODE,
@@ -99,6 +100,10 @@ def trace_of(*programs: Program) -> Trace:
                         row[column] = strings.code(row[column])
                 if row.get("dtype") is not None:
                     row["dtype"] = dtype_code(row["dtype"], strings)
+                if row.get("bytes") is None:  # readers fill in what follows from the others
+                    size = DTYPE_BYTES.get(op.get("dtype") or "")
+                    count = row.get("count")
+                    row["bytes"] = size * count if size and count is not None else None
                 for column in ("comm", "new_comm"):
                     if row.get(column) is not None:
                         row[column] = index[row[column]]
@@ -220,7 +225,8 @@ class _Writer:
             if op["op"].endswith("_v"):
                 varied["count"], varied["bytes"] = self.rng.choice([4, 8, 16]), None
             if op["op"] == "scatter" and rank != op["root"]:
-                varied["count"] = varied["bytes"] = self.rng.choice([0, None])
+                varied |= {"count": self.rng.choice([0, None]), "bytes": None}
+                varied["count_out"] = 4
             # Hosts may differ in whether they wait at once.
             self.put(rank, varied, self.place(op["comm"]) if self.chance(0.1) else placed)
 
@@ -357,8 +363,7 @@ def _number(program: Program, rng: random.Random) -> None:
     base = {comm: rng.choice([0, 1, 1, 500]) for comm in program.comms}
     for ops in program.ops.values():
         count = dict(base)
-        # Ordinals follow the recorded order: lane by lane.
-        for op in sorted(ops, key=lambda op: op["lane"]):
+        for op in ops:
             if "comm" in op and op["op"] not in ("send", "recv", "sendrecv", "probe"):
                 op["ordinal"] = count[op["comm"]]
                 count[op["comm"]] += 1
@@ -455,7 +460,10 @@ def _other_comm(op: Op, program: Program, rank: int, rng: random.Random) -> Op:
 
 
 def _other_blocking(op: Op, program: Program, rank: int, rng: random.Random) -> Op:
-    return {} if op["op"] in ("wait", "finalize") else {"blocking": not op.get("blocking", True)}
+    # Half of a batch that holds the host is no batch that any library has.
+    if op["op"] in ("wait", "finalize") or "group" in op:
+        return {}
+    return {"blocking": not op.get("blocking", True)}
 
 
 def _other_stream(op: Op, program: Program, rank: int, rng: random.Random) -> Op:

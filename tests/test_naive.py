@@ -109,11 +109,13 @@ def test_one_hardware_queue_a_rank() -> None:
     assert outcome(first, first[::-1], comms={"v": [0, 1]}, choices=one) == ["si", "si"]
 
 
-def test_lanes_that_share_a_stream_fill_it_lane_by_lane() -> None:
-    """Lane 1 was recorded first, yet lane 0 is ahead on the stream."""
+def test_lanes_that_share_a_stream_fill_it_as_recorded() -> None:
+    """Lane 1 was recorded first, and is ahead of lane 0 on the stream."""
     late = op("barrier", comm="v", stream="s", lane=0, seq=9)
     early = op("barrier", stream="s", lane=1, seq=1)
-    assert outcome([early, late], [op("barrier")], comms={"v": [0, 1]}) == ["is", "s"]
+    both = {"v": [0, 1]}
+    assert outcome([early, late], [op("barrier")], comms=both) == ["cs", "c"]
+    assert outcome([early, late], [op("barrier", comm="v")], comms=both) == ["si", "s"]
 
 
 def batch(*members: Op, group: int = 1) -> list[Op]:
@@ -197,6 +199,8 @@ def test_finalize_runs_over_the_whole_job() -> None:
         (op("all_gather_v", count=4), op("all_gather_v", count=8), True),
         (op("gather", count=4, root=0), op("gather", count=0, root=0), True),
         (op("gather", count=4, root=0), op("gather", count=8, root=0), False),
+        (op("scan", count=4), op("scan", count=8), False),
+        (op("all_reduce", count=8, dtype="f32"), op("all_reduce", count=4, dtype="f64"), True),
         (op("broadcast", root=0), op("broadcast", root=1), False),
         (op("broadcast", root=0), op("broadcast", root=None), True),
         (op("all_reduce", reduce_op="sum"), op("all_reduce", reduce_op="max"), True),
@@ -230,6 +234,8 @@ def test_zero_counts() -> None:
     assert outcome([nothing], [something], backend="nccl") == ["c", "s"]
     assert outcome([nothing], [nothing], backend="gloo") == ["c", "c"]
     assert outcome([nothing], [something], backend="gloo") == ["s", "s"]
+    after = [nothing, op("barrier")]
+    assert outcome(after, [op("barrier")], backend="nccl") == ["cc", "c"]
     behind = [recv(1, stream="s"), nothing | {"stream": "s"}]
     assert outcome(behind, [], backend="nccl") == ["si", ""]
 
@@ -405,8 +411,14 @@ def test_a_stream_may_wait_for_another() -> None:
 
 def test_recorded_completion_is_a_fact_in_a_post_mortem_only() -> None:
     ranks = [recv(1), op("barrier", state="completed"), op("barrier", stream="s")], [op("barrier")]
-    assert outcome(*ranks) == ["sc-", "c"]
+    assert outcome(*ranks) == ["scs", "c"]
     assert outcome(*ranks, choices=Choices(use_states=False)) == ["s--", "s"]
+
+
+def test_a_wait_that_was_passed_has_completed() -> None:
+    """Not so the operation that it was for: that remains for the rules to say."""
+    first = [recv(1, blocking=False, request=1), op("wait", requests=[1])]
+    assert outcome([*first, op("barrier", state="completed")], []) == ["scc", ""]
 
 
 def test_stuck_places() -> None:
