@@ -1,0 +1,393 @@
+"""Which rank, communicators and status each Flight Recorder dump speaks of.
+
+The rank is not in a dump, a group's members are known to its users only, and a group's number is
+local to the process (FORMATS.md 2.2, 2.8). This module puts the dumps of a job side by side. What
+stays open is said, not guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dl2gpu.trace.flight_recorder_names import member_list
+from dl2gpu.trace.inputs import Input, InputError, Status, TraceFile
+from dl2gpu.trace.pickle_columns import Fault
+
+__all__ = ["Comm", "Dump", "Job", "inputs", "resolve"]
+
+FORMAT: Final = "flight_recorder"
+_LATEST: Final = 1 << 62
+
+
+@dataclass(slots=True, eq=False)
+class Comm:
+    """A communicator of a job: one name, description and list of members."""
+
+    job: int
+    name: str
+    desc: str
+    ranks: tuple[int, ...]
+    """Members' global ranks in group order; empty = unknown."""
+    synthetic: bool = False
+    """The members were inferred."""
+    id: str = ""
+    index: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class Dump:
+    """One file: what was read of it, and what was made of that."""
+
+    index: int
+    file: TraceFile
+    job: Job = field(init=False, repr=False)
+    refused: str | None = None
+    """Why nothing of it is used."""
+    fault: Fault | None = None
+    lost: int = 0
+    header: dict[str, Any] = field(default_factory=dict)
+    version: tuple[int, int] | None = None
+    n: int = 0
+    groups: list[tuple[str, str, int | None]] = field(default_factory=list)
+    """(name, description, pg_id) of each group that its entries use."""
+    first_group: int = 0
+    names: dict[int, int] = field(default_factory=dict)
+    """How often each profiling name (by its number) occurs."""
+    newest: int = 0
+    """Latest time_created_ns."""
+    first_record: int = 0
+    holes: bool = False
+    finished: int = 0
+    """Entries that are completed or retired."""
+    completed: int = 0
+    started: bool = False
+    """An entry was seen to start."""
+    old_counter: bool = False
+    """No collective_seq_id: one counter for everything."""
+
+    rank: int | None = None
+    ignored: str | None = None
+    """Why it was set aside although it could be read."""
+    group_comms: list[Comm] = field(default_factory=list)
+    config: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Description and members of each group that the rank knows."""
+    compact_lists: bool = False
+    """The member lists are written as TorchComms does, without blanks."""
+    status: dict[int, tuple[int | None, ...]] = field(default_factory=dict)
+    """(last enqueued, started, completed) by pg_id."""
+    status_comms: list[tuple[Comm, tuple[int | None, ...]]] = field(default_factory=list)
+
+    @property
+    def kept(self) -> bool:
+        return self.refused is None and self.ignored is None and self.rank is not None
+
+    @property
+    def only_active(self) -> bool:
+        """Completed operations were left out: holes, or nothing finished where the status says so."""
+        if self.holes:
+            return True
+        if self.n:
+            return not self.finished and any((s[2] or 0) > 0 for s in self.status.values())
+        return any((s[0] or 0) > 0 for s in self.status.values())
+
+    @property
+    def lost_before(self) -> int:
+        return 0 if self.only_active else self.first_record
+
+    @property
+    def timed(self) -> bool | None:
+        """Can `started` be observed; None where nothing tells."""
+        if self.started or any((s[1] or 0) > 0 for s in self.status.values()):
+            return True
+        return False if self.n else None
+
+    @property
+    def weak_states(self) -> bool:
+        """Nothing completed and no start ever seen: completion shows in `retired` at most."""
+        return (
+            not self.completed and bool(self.status) and all(s[1] == -1 for s in self.status.values())
+        )
+
+    @property
+    def one_counter(self) -> bool:
+        """TorchComms: one counter for all communicators of the process."""
+        return self.compact_lists and not self.status
+
+    @property
+    def old(self) -> bool:
+        return self.old_counter or self.version is None or self.version <= (2, 4)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """The dumps of one job."""
+
+    index: int
+    name: str
+    folder: str
+    attempt: int
+    dumps: list[Dump] = field(default_factory=list)
+    comms: list[Comm] = field(default_factory=list)
+    world_size: int | None = None
+
+
+def resolve(jobs: Sequence[Job], load: Callable[[TraceFile], bytes]) -> None:
+    """Give each dump its rank and each group its communicator, or say why not.
+
+    Sets ``rank``, ``ignored`` or ``refused``, ``group_comms`` and ``status_comms`` of the dumps,
+    and ``comms`` (numbered over all jobs) and ``world_size`` of the jobs. ``load`` is only called
+    where two dumps of one rank may be the same file twice.
+    """
+    first = 0
+    members: dict[str, tuple[int, ...]] = {}
+    for job in jobs:
+        for dump in job.dumps:
+            _read_config(dump, members)
+            _read_status(dump)
+        _ranks(job)
+        _duplicates(job, load)
+        _communicators(job)
+        for comm in job.comms:
+            comm.index = first
+            first += 1
+        for dump in job.dumps:
+            if dump.kept:
+                _status(job, dump)
+
+
+def inputs(dumps: Sequence[Dump]) -> list[Input]:
+    """What became of each file."""
+    out = []
+    for dump in dumps:
+        status: Status = "read"
+        reason: str | None = None
+        if dump.refused is not None:
+            status, reason = "quarantined", dump.refused
+        elif dump.ignored is not None:
+            status, reason = "ignored", dump.ignored
+        elif dump.fault is not None or dump.lost:
+            status = "partial"
+            told = [] if dump.fault is None else [dump.fault.reason]
+            if dump.lost:
+                told.append(f"{dump.lost} members of the list of entries are no whole entries")
+            reason = f"{'; '.join(told)}; {dump.n} entries were read"
+        out.append(
+            Input(
+                path=dump.file.path,
+                status=status,
+                reason=reason,
+                format=FORMAT,
+                job=dump.job.name,
+                rank=dump.rank,
+                events=dump.n if dump.kept else 0,
+            )
+        )
+    return out
+
+
+# --------------------------------------------------------------------------------------------------
+# Headers
+
+
+def _read_config(dump: Dump, members: dict[str, tuple[int, ...]]) -> None:
+    config = dump.header.get("pg_config")
+    if not isinstance(config, dict):
+        return
+    for key, value in config.items():
+        desc, ranks = "", value
+        if isinstance(value, dict):
+            ranks = value.get("ranks")
+            desc = value.get("desc") if isinstance(value.get("desc"), str) else ""
+        if isinstance(ranks, str):
+            known = members.get(ranks)
+            if known is None:
+                known = members[ranks] = member_list(ranks)
+            if "," in ranks:
+                dump.compact_lists = ", " not in ranks
+        else:
+            known = member_list(ranks)
+        dump.config[str(key)] = (desc, known)
+
+
+def _number(value: Any) -> int | None:
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value.strip()):
+        value = int(value)
+    return value if type(value) is int and -1 <= value < _LATEST else None
+
+
+def _read_status(dump: Dump) -> None:
+    status = dump.header.get("pg_status")
+    if not isinstance(status, dict):
+        return
+    for key, value in status.items():
+        number = _number(key)
+        if number is not None and isinstance(value, dict):
+            dump.status[number] = tuple(
+                _number(value.get(f"last_{what}_collective"))
+                for what in ("enqueued", "started", "completed")
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def _ranks(job: Job) -> None:
+    from dl2gpu.trace.rank_names import ranks_from_names
+
+    named = None
+    for i, dump in enumerate(job.dumps):
+        if dump.refused is not None:
+            continue
+        inside, source = _number(dump.header.get("rank")), "in the file"
+        if inside is None:
+            inside, source = dump.file.rank, "from the job pattern"
+        why = None
+        if inside is None:
+            if named is None:
+                named = ranks_from_names([d.file.path for d in job.dumps])
+            inside, source, why = named.ranks[i], "from the file's name", named.reason[i]
+        groups = [(name, ranks) for name, (_, ranks) in dump.config.items() if ranks]
+        if inside is None:
+            # a rank is a member of every group that it knows: one rank may be all that is left
+            common = set.intersection(*(set(ranks) for _, ranks in groups)) if groups else set()
+            if len(common) == 1:
+                inside = common.pop()
+            else:
+                dump.refused = f"which rank wrote it is not known: {why or 'no number in its name'}"
+                continue
+        for name, ranks in groups:
+            if inside not in ranks:
+                shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+                dump.refused = (
+                    f"rank {inside} ({source}) is not a member of group {name!r} [{shown}] that the "
+                    "dump lists as its own: which rank wrote it is not known"
+                )
+                break
+        else:
+            dump.rank = inside
+
+
+def _duplicates(job: Job, load: Callable[[TraceFile], bytes]) -> None:
+    """Of several dumps of one rank the one with the newest entry stays."""
+    by_rank: dict[int, list[Dump]] = defaultdict(list)
+    for dump in job.dumps:
+        if dump.rank is not None and dump.refused is None:
+            by_rank[dump.rank].append(dump)
+    for rank, dumps in by_rank.items():
+        if len(dumps) == 1:
+            continue
+        best = max(dumps, key=lambda d: (d.newest, d.n, d.fault is None, -d.index))
+        for dump in dumps:
+            if dump is not best:
+                same = (dump.n, dump.newest) == (best.n, best.newest) and _same(dump, best, load)
+                what = "the same content as" if same else f"an older dump of rank {rank} than"
+                dump.ignored = f"{what} {best.file.path}, which is read"
+
+
+def _same(a: Dump, b: Dump, load: Callable[[TraceFile], bytes]) -> bool:
+    try:
+        return load(a.file) == load(b.file)
+    except (InputError, OSError, EOFError):
+        return False
+
+
+# --------------------------------------------------------------------------------------------------
+# Communicators
+
+
+def _communicators(job: Job) -> None:
+    kept = [d for d in job.dumps if d.kept]
+    known: dict[tuple[str, str, tuple[int, ...]], Comm] = {}
+    same_name: dict[tuple[str, str], list[Comm]] = defaultdict(list)
+
+    def comm(name: str, desc: str, ranks: tuple[int, ...]) -> Comm:
+        key = (name, desc, ranks)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = Comm(job.index, name, desc, ranks)
+            same_name[name, desc].append(found)
+        return found
+
+    largest = -1
+    for dump in kept:
+        largest = max(largest, dump.rank if dump.rank is not None else -1)
+        for name, (desc, ranks) in dump.config.items():
+            if ranks:
+                largest = max(largest, *ranks)
+                if name:  # gloo lists its latest group under the empty name: whose it is, is unknown
+                    comm(name, desc, ranks)
+    for dump in kept:
+        for name, desc, _ in dump.groups:
+            own_desc, ranks = dump.config.get(name, ("", ()))
+            if ranks and (own_desc == desc or not desc or not own_desc):
+                dump.group_comms.append(comm(name, own_desc or desc, ranks))
+                continue
+            # other ranks may list the group: it is theirs and ours if only one has us as a member
+            found = [c for c in same_name.get((name, desc), ()) if dump.rank in c.ranks]
+            dump.group_comms.append(found[0] if len(found) == 1 else comm(name, desc, ()))
+
+    comms = sorted(known.values(), key=lambda c: (_natural(c.name), c.desc, c.ranks))
+    whole = [c for c in comms if _is_default(c)]
+    sizes = [len(c.ranks) for c in whole if c.ranks]
+    job.world_size = max(sizes) if sizes else (largest + 1 if largest >= 0 else None)
+    for c in whole:
+        if not c.ranks and not sizes and job.world_size:
+            c.ranks, c.synthetic = tuple(range(job.world_size)), True
+    taken = {c.name for c in comms}
+    used = Counter(c.name for c in comms)
+    number: Counter[str] = Counter()
+    for c in comms:
+        c.id = c.name or "unnamed"
+        if used[c.name] > 1 or not c.name:
+            while (c.id in taken) or c.id == c.name:
+                c.id = f"{c.name or 'unnamed'}#{number[c.name]}"
+                number[c.name] += 1
+            taken.add(c.id)
+    job.comms = comms
+
+
+def _is_default(comm: Comm) -> bool:
+    return comm.desc == "default_pg" or (comm.name == "0" and comm.desc in {"", "undefined"})
+
+
+def _natural(name: str) -> tuple[int, int, str]:
+    return (0, int(name), name) if re.fullmatch(r"[0-9]{1,18}", name) else (1, 0, name)
+
+
+def _status(job: Job, dump: Dump) -> None:
+    """Communicator of each line of ``pg_status``: it names the group by a number of the process."""
+    own = {g: c for (_, _, g), c in zip(dump.groups, dump.group_comms, strict=True) if g is not None}
+    elsewhere: dict[int, set[Comm]] | None = None
+    done = set()
+    for number, values in dump.status.items():
+        comm = own.get(number)
+        if comm is None:
+            if elsewhere is None:
+                elsewhere = _numbers_elsewhere(job, dump)
+            found = elsewhere.get(number, set()) - set(own.values())
+            comm = found.pop() if len(found) == 1 else None
+        if comm is not None and comm not in done:
+            done.add(comm)
+            dump.status_comms.append((comm, values))
+
+
+def _numbers_elsewhere(job: Job, dump: Dump) -> dict[int, set[Comm]]:
+    """pg_id to communicators in the other dumps, as far as this dump lists them as its own."""
+    mine = {(name, desc, ranks) for name, (desc, ranks) in dump.config.items()}
+    out: dict[int, set[Comm]] = defaultdict(set)
+    for other in job.dumps:
+        if not other.kept or other is dump:
+            continue
+        for (_, _, number), comm in zip(other.groups, other.group_comms, strict=True):
+            if (
+                number is not None
+                and (comm.name, comm.desc, comm.ranks) in mine
+                and dump.rank in comm.ranks
+            ):
+                out[number].add(comm)
+    return out
