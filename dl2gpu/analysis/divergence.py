@@ -1,0 +1,139 @@
+"""Where the ranks' sequences part, which may lie long before the place of the hang.
+
+A rank that leaves out one collective goes on without any sign as long as its next calls agree with
+the others' in operation and size: they pair one position late. What tells is the call site. Two
+call sites of one operation are no fault by themselves (``if rank == 0: broadcast(x) else:
+broadcast(y)``): a pair of sites counts only if one of the two ranks also uses the other's site, so
+that it could have been there and was not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from dl2gpu.analysis.names import Names
+from dl2gpu.analysis.replay import Program
+from dl2gpu.trace.schema import OP
+
+__all__ = ["Divergence", "Split", "find_divergence", "odd_ones"]
+
+Array = npt.NDArray[Any]
+
+_ASPECTS: Final = ("op", "root", "bytes", "count", "new_comm", "dtype", "reduce_op")
+
+
+@dataclass(frozen=True)
+class Split:
+    """The sides of a disagreement.
+
+    ``odd``: ranks of a strict minority against one side that holds more than half, else empty.
+    ``aspects``: what differs. ``classes``: signature and ranks of each side, largest first.
+    """
+
+    odd: tuple[int, ...]
+    aspects: list[str]
+    classes: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first operation at which sequences part.
+
+    ``event``: of the lowest rank on the larger side. ``odd``: ranks on the smaller side.
+    ``skipped``: the odd ranks left a call out (their next call stands here in its place).
+    """
+
+    event: int
+    odd: tuple[int, ...]
+    skipped: bool
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def odd_ones(p: Program, names: Names, node: int, events: Array) -> Split:
+    """Groups the parts of a node by signature."""
+    columns = {a: names.column(a)[events] for a in _ASPECTS}
+    differing = [a for a in _ASPECTS if len({int(v) for v in columns[a] if v >= 0}) > 1]
+    key = list(zip(*(columns[a].tolist() for a in differing), strict=True)) or [()] * len(events)
+    sides: dict[tuple[int, ...], list[int]] = {}
+    for e, k in zip(events.tolist(), key, strict=True):
+        sides.setdefault(tuple(k), []).append(e)
+    ordered = sorted(sides.values(), key=lambda s: (-len(s), s))
+    odd: tuple[int, ...] = ()
+    if len(ordered) > 1 and 2 * len(ordered[0]) > len(events) and len(events) > 2:
+        odd = tuple(sorted(int(p.rank_of[e]) for side in ordered[1:] for e in side))
+    classes = [
+        {"ranks": sorted(int(p.rank_of[e]) for e in side)} | names.signature(side[0])
+        for side in ordered
+    ]
+    if "bytes" in differing and "count" in differing:
+        differing.remove("bytes")
+    return Split(odd, differing, classes)
+
+
+def find_divergence(p: Program, names: Names, node: int) -> Divergence | None:
+    """The first position on the node's communicator at which call sites part, up to the node.
+
+    None where there are no call sites, or no position before the node where they tell anything.
+    """
+    m = p.matching
+    comm, last = int(m.nodes["comm"][node]), int(m.nodes["k"][node])
+    on = m.events.filter(
+        (pl.col("comm") == comm) & (pl.col("op") >= OP["all_reduce"]) & (pl.col("k") <= last)
+    ).select("i", "rank", "k", "stack", "op", "count")
+    if on.is_empty() or on["stack"].null_count() == on.height:
+        return None
+    sites = names.sites
+    stack = on["stack"].fill_null(-1).to_numpy()
+    site = np.where(stack >= 0, sites[np.maximum(stack, 0)], -1)
+    on = on.with_columns(site=pl.Series(site)).filter(pl.col("site") >= 0)
+    # which ranks use which site anywhere on this communicator
+    uses = set(zip(on["rank"].to_list(), on["site"].to_list(), strict=True))
+    parted = (
+        on.group_by("k")
+        .agg(low=pl.col("site").min(), high=pl.col("site").max(), n=pl.len())
+        .filter((pl.col("low") != pl.col("high")) & (pl.col("n") > 1))
+        .sort("k")
+    )
+    by_k = on.join(parted.select("k"), on="k", how="semi").sort("k", "rank")
+    for (k,), rows in by_k.group_by("k", maintain_order=True):
+        sides: dict[int, list[tuple[int, int]]] = {}
+        for rank, s, i in zip(rows["rank"], rows["site"], rows["i"], strict=True):
+            sides.setdefault(s, []).append((rank, i))
+        ordered = sorted(sides.items(), key=lambda kv: (-len(kv[1]), kv[1]))
+        big_site, big = ordered[0]
+        odd: list[int] = []
+        telling = False
+        for s, members in ordered[1:]:
+            crossed = any((rank, big_site) in uses for rank, _ in members) or any(
+                (rank, s) in uses for rank, _ in big
+            )
+            telling |= crossed
+            odd += [rank for rank, _ in members]
+        if not telling:
+            continue
+        clear = 2 * len(big) > rows.height and rows.height > 2
+        first_odd = min(i for _, members in ordered[1:] for _, i in members)
+        skipped = clear and _skipped(on, int(k), big_site, [s for s, _ in ordered[1:]], big[0][0])
+        return Divergence(
+            event=min(big)[1],
+            odd=tuple(sorted(odd)) if clear else (),
+            skipped=skipped,
+            details={
+                "ordinal": int(k),
+                "expected": {"site": names.site(min(big)[1]), "ranks": sorted(r for r, _ in big)},
+                "found": {"site": names.site(first_odd), "ranks": sorted(odd)},
+                "positions_before_hang": last - int(k),
+            },
+        )
+    return None
+
+
+def _skipped(on: pl.DataFrame, k: int, big_site: int, odd_sites: list[int], rank: int) -> bool:
+    """Did the odd ranks leave a call out? Then the others reach the odd ranks' site soon after."""
+    after = on.filter((pl.col("rank") == rank) & (pl.col("k") > k)).sort("k").head(8)["site"]
+    return bool(after.is_in(odd_sites).any()) and big_site not in odd_sites

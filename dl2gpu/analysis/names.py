@@ -1,0 +1,130 @@
+"""Names at the edges: what an event is called in a report.
+
+The analysis works on integers; a finding shows operations, communicators and call sites. Only the
+few events that a finding names are looked up.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from dl2gpu.analysis.matching import Matching
+from dl2gpu.trace.schema import ANY, dtype_name, op_name
+
+__all__ = ["Names", "is_library_frame"]
+
+_LIBRARY: Final = re.compile(
+    r"[/\\](torch|torch_npu|site-packages|dist-packages|importlib|runpy\.py)[/\\.]|<frozen |"
+    r"[/\\]lib[/\\]python3|\bc10d\b"
+)
+
+
+def is_library_frame(frame: str) -> bool:
+    """Frames of PyTorch, of installed packages and of Python itself name nobody's call site."""
+    return _LIBRARY.search(frame) is not None
+
+
+class Names:
+    """Looks up the names of events of one matched trace."""
+
+    def __init__(self, m: Matching) -> None:
+        self._m = m
+        self.strings: list[str] = m.prepared.trace.strings.sort("code")["text"].to_list()
+        self._columns: dict[str, Any] = {}
+
+    def column(self, name: str) -> Any:
+        """The values of an event column as a NumPy array; nulls are -1."""
+        if name not in self._columns:
+            series = self._m.events[name]
+            self._columns[name] = series.fill_null(-1).to_numpy() if series.null_count() else series.to_numpy()
+        return self._columns[name]
+
+    @cached_property
+    def frames(self) -> list[list[str]]:
+        return self._m.prepared.trace.stacks.sort("stack")["frames"].to_list()
+
+    @cached_property
+    def comm_ids(self) -> list[str]:
+        return self._m.prepared.comms.sort("comm")["id"].to_list()
+
+    @cached_property
+    def comm_kinds(self) -> list[str]:
+        """What a communicator is for, without what tells it from its siblings."""
+        comms = self._m.prepared.comms.sort("comm")
+        out = []
+        for ident, name, desc in comms.select("id", "name", "desc").iter_rows():
+            text = desc if desc and desc != "undefined" else (name or ident or "")
+            out.append(re.sub(r"\d+", "", text) if not re.fullmatch(r"[0-9a-f]{8,}|\d+", text) else "")
+        return out
+
+    @cached_property
+    def sites(self) -> Any:
+        """int64[stacks]: number of the call site of each stack, the innermost frame of the user."""
+        numbers: dict[str, int] = {}
+        return np.array(
+            [numbers.setdefault(self.site_of(f), len(numbers)) for f in self.frames], dtype=np.int64
+        )
+
+    @staticmethod
+    def site_of(frames: list[str]) -> str:
+        """The innermost frame outside libraries, else the innermost frame, else nothing."""
+        for frame in frames:
+            if not is_library_frame(frame):
+                return frame
+        return frames[0] if frames else ""
+
+    def site(self, event: int) -> str:
+        stack = int(self.column("stack")[event])
+        return self.site_of(self.frames[stack]) if stack >= 0 else ""
+
+    def op(self, event: int) -> str:
+        return op_name(int(self.column("op")[event]), self.strings)
+
+    def comm(self, event: int) -> str | None:
+        comm = int(self.column("comm")[event])
+        return self.comm_ids[comm] if comm >= 0 else None
+
+    def dtype(self, event: int) -> str | None:
+        code = int(self.column("dtype")[event])
+        return dtype_name(code, self.strings) if code >= 0 else None
+
+    def text(self, code: int) -> str | None:
+        return self.strings[code] if code >= 0 else None
+
+    def operation(self, event: int) -> dict[str, Any]:
+        """The event as the report shows an operation."""
+        stack = int(self.column("stack")[event])
+        ordinal = int(self.column("k")[event])
+        return {
+            "rank": int(self.column("rank")[event]),
+            "seq": int(self.column("seq")[event]),
+            "op": self.op(event),
+            "comm": self.comm(event),
+            "ordinal": ordinal if ordinal >= 0 else None,
+            "stack": self.frames[stack] if stack >= 0 else [],
+        }
+
+    def signature(self, event: int) -> dict[str, Any]:
+        """Operation, size, type, root, peer: what participants have to agree on, where known."""
+        out: dict[str, Any] = {"op": self.op(event)}
+        for key in ("count", "bytes", "root"):
+            value = int(self.column(key)[event])
+            if value >= 0:
+                out[key] = value
+        if (dtype := self.dtype(event)) is not None:
+            out["dtype"] = dtype
+        if (reduce_op := self.text(int(self.column("reduce_op")[event]))) is not None:
+            out["reduce_op"] = reduce_op
+        peer = self._m.events["peer"][event]
+        if peer is not None:
+            out["peer"] = "any" if peer == ANY else int(peer)
+        new = int(self.column("new_comm")[event])
+        if new >= 0:
+            out["new_comm"] = self.comm_ids[new]
+        if site := self.site(event):
+            out["site"] = site
+        return out

@@ -1,0 +1,212 @@
+"""What recorded states and times say beyond the order of operations (post-mortem evidence).
+
+Source: DESIGN.md section 4, "two kinds of evidence", and section 5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from dl2gpu.analysis.finding import Finding
+from dl2gpu.analysis.matching import KIND, Matching
+from dl2gpu.analysis.names import Names
+from dl2gpu.analysis.replay import Fixpoint, Program
+from dl2gpu.analysis.waitfor import FATE
+
+__all__ = ["clock", "stale_ranks", "standstill", "went_on"]
+
+Array = npt.NDArray[Any]
+
+
+def stale_ranks(p: Program) -> dict[int, set[int]]:
+    """Ranks whose record is older than the others': job to global ranks.
+
+    Others have completed a synchronising collective that this rank has not even issued in its
+    record; they could not have without it. Its pending work and its silence say nothing.
+    """
+    m = p.matching
+    prepared = m.prepared
+    ahead = m.nodes.filter(
+        (pl.col("finished") > 0) & (pl.col("need") < 0) & (pl.col("kind") == KIND["synchronising"]) & ~pl.col("blocks")
+    )
+    out: dict[int, set[int]] = {}
+    if ahead.height:
+        members = (
+            ahead.select("node", "job", "comm")
+            .join(prepared.comms.select("comm", rank="ranks"), on="comm")
+            .explode("rank", empty_as_null=False)
+            .join(prepared.ranks.select("job", "rank", "only_active"), on=["job", "rank"])
+            .filter(~pl.col("only_active"))
+            .join(m.events.select("node", "rank"), on=["node", "rank"], how="anti")
+        )
+        from dl2gpu.analysis.matching import passed_members
+
+        gone = passed_members(prepared, ahead).cast({"node": pl.Int32})
+        members = members.join(gone, on=["node", "rank"], how="anti")
+        for job, rank in members.select("job", "rank").unique().iter_rows():
+            out.setdefault(job, set()).add(rank)
+    status = prepared.trace.status
+    if status.height:
+        best = status.group_by("job", "comm").agg(best=pl.col("last_completed").max())
+        # only collectives count alike on all members; a communicator with messages does not
+        mixed = m.nodes.filter(pl.col("kind") == KIND["message"])["comm"].unique()
+        behind = (
+            status.join(best, on=["job", "comm"])
+            .filter(
+                (pl.col("last_enqueued") < pl.col("best")) & ~pl.col("comm").is_in(mixed.to_list())
+            )
+            .join(
+                prepared.ranks.filter(pl.col("only_active")).select("job", "rank"),
+                on=["job", "rank"],
+                how="semi",
+            )
+        )
+        for job, rank in behind.select("job", "rank").unique().iter_rows():
+            out.setdefault(job, set()).add(rank)
+    return out
+
+
+def went_on(p: Program, job: int, absent: set[int], here: list[int]) -> bool:
+    """Did the absent ranks issue operations after the others had begun to wait for them?
+
+    All of them, by the recorded times, and on communicators that none of the waiting ranks shares.
+    """
+    events = p.matching.events
+    waiting = events[here]
+    since = waiting["t_created"].max()
+    if since is None or not absent:
+        return False
+    own = events.filter(
+        (pl.col("job") == job) & pl.col("rank").is_in(sorted(absent)) & (pl.col("t_created") > since)
+    )
+    if own["rank"].n_unique() < len(absent):
+        return False
+    ranks = {int(r) for r in waiting["rank"]}
+    comms = p.matching.prepared.comms
+    for members in comms.filter(pl.col("comm").is_in(own["comm"].drop_nulls().unique().to_list()))["ranks"]:
+        if ranks & set(members):
+            return False
+    return True
+
+
+def standstill(
+    p: Program, names: Names, fix: Fixpoint, findings: list[Finding], stale: dict[int, set[int]]
+) -> list[Finding]:
+    """Operations that have all they need and are not complete: in flight, or a device that hangs.
+
+    ``findings`` are those made from the wait-for graph: where one explains the job, operations that
+    merely were under way when the record was taken are no finding. Where a member has completed an
+    operation that another has not, the other's device is stuck (stalled_rank, reason device).
+    """
+    m = p.matching
+    states = m.prepared.jobs["states"].to_numpy().astype(bool)
+    done = p.kernel["done"]
+    job_of = m.events["job"].to_numpy()
+    pending = fix.completed & ~done & states[job_of]
+    if not pending.any():
+        return []
+    # the first uncompleted operation of each queue is where the device stands
+    head = np.zeros(len(done), np.bool_)
+    queue = fix.layout.queue_of
+    rows = np.flatnonzero(states[job_of] & ~done & (queue >= 0))
+    first = np.unique(queue[rows], return_index=True)[1]
+    head[rows[first]] = True
+    unit = fix.layout.unit_of
+    in_unit = unit >= 0
+    lead = np.zeros(len(fix.layout.unit_first) + 1, np.bool_)
+    lead[unit[head & in_unit]] = True
+    head |= in_unit & lead[unit] & ~done
+    head |= (queue < 0) & pending
+    named = m.events.select("i", "job", "rank", "node").filter(pl.Series(head & pending) & (pl.col("node") >= 0))
+    per_node = named.group_by("node").agg(standing=pl.len(), ranks=pl.col("rank").unique().sort())
+    nodes = (
+        m.nodes.join(per_node, on="node")
+        .filter(~pl.col("blocks") & (pl.col("need") >= 0))
+        .sort("job", "node")
+    )
+    out: list[Finding] = []
+    explained = {f.job for f in findings if f.kind != "insufficient_evidence"}
+    for job in nodes["job"].unique().sort():
+        old = stale.get(job, set())
+        mine = nodes.filter(pl.col("job") == job)
+        split = mine.filter(pl.col("finished") > 0)
+        held = set(split["ranks"].explode(empty_as_null=False).to_list()) - old if split.height else set()
+        if held:
+            at = _events_at(p, split["node"].to_list(), head & pending)
+            out.append(
+                _device(p, names, job, held, [e for e in at if int(p.rank_of[e]) in held], fix)
+            )
+            continue
+        if job in explained:
+            continue
+        whole = mine.filter((pl.col("finished") == 0) & (pl.col("standing") >= pl.col("present")))
+        at = [e for e in _events_at(p, whole["node"].to_list(), head & pending) if int(p.rank_of[e]) not in old]
+        if not at or (old and mine.height):
+            continue
+        ranks = tuple(sorted({int(p.rank_of[e]) for e in at}))
+        out.append(
+            Finding(
+                job=job,
+                kind="in_flight",
+                evidence="observed",
+                victims=ranks,
+                hangs_at=tuple(names.operation(e) for e in at),
+                reason="library",
+                details={"present": list(ranks)},
+                deadlocked=False,
+            )
+        )
+    return out
+
+
+def _events_at(p: Program, nodes: list[int], mask: Array) -> list[int]:
+    k = p.kernel
+    out: set[int] = set()
+    for v in nodes:
+        part = k["node_part"][k["node_start"][v] : k["node_start"][v + 1]] >> 1
+        out.update(int(e) for e in part if mask[e])
+    return sorted(out)
+
+
+def _device(
+    p: Program, names: Names, job: int, held: set[int], at: list[int], fix: Fixpoint
+) -> Finding:
+    present = p.matching.prepared.ranks.filter(pl.col("job") == job)["rank"].to_list()
+    return Finding(
+        job=job,
+        kind="stalled_rank",
+        evidence="observed",
+        culprits=tuple(sorted(held)),
+        victims=tuple(sorted(set(present) - held)),
+        hangs_at=tuple(names.operation(e) for e in at),
+        first_divergence=names.operation(at[0]) if at else None,
+        reason="device",
+        details={"completed_elsewhere": [names.operation(e) for e in at]},
+        deadlocked=False,
+    )
+
+
+def clock(m: Matching) -> dict[int, tuple[int | None, float | None]]:
+    """Per job: when progress stopped (ns), and GPU-hours from then to the last sign of life."""
+    e = m.events
+    times = e.group_by("job").agg(
+        done=pl.when("done").then(pl.max_horizontal("t_completed", "t_created")).max(),
+        created=pl.col("t_created").max(),
+    )
+    ends = m.prepared.ranks.group_by("job").agg(last=pl.col("t_last").max(), n=pl.len())
+    out: dict[int, tuple[int | None, float | None]] = {}
+    joined = m.prepared.jobs.select("job", "world").join(times, on="job", how="left").join(ends, on="job", how="left")
+    for job, world, done, created, last, n in joined.iter_rows():
+        stopped = max((t for t in (done, created) if t is not None), default=None)
+        hours = None
+        if stopped is not None and last is not None and last >= stopped:
+            hours = round((last - stopped) / 3.6e12 * (world or n), 3)
+        out[job] = (stopped, hours)
+    return out
+
+
+_ = FATE

@@ -1,0 +1,158 @@
+"""Why nothing moves: the ends of the wait-for graph, and who is merely waiting for them.
+
+A stuck place waits, through others, for a cycle or for one of these roots: a node whose signatures
+disagree, a node that lacks a rank which has ended, a rank without a record, a dead rank, a rank
+that is alive and free. Each root, with the places that lead into it, is one cause.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import breadth_first_order
+
+from dl2gpu.analysis.waitfor import FATE, Graph, components
+
+__all__ = ["Cause", "find_causes"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One reason why a job does not move.
+
+    Attributes:
+        job: its number. kind: "cycle", "mismatch", "ended", "no_record", "dead" or "free".
+        vertices: the cycle's or the root's vertices.
+        nodes: operations at the root (for a cycle: those inside it).
+        ranks: absent ranks, or the ranks on the cycle (global numbers).
+        waiting: global ranks that wait for it, directly or not.
+        inferred: the chain to it needs a host block that the record does not show.
+    """
+
+    job: int
+    kind: str
+    vertices: Array
+    nodes: Array
+    ranks: tuple[int, ...]
+    waiting: tuple[int, ...]
+    inferred: bool
+
+
+class _Reach:
+    """Who leads into a set of vertices."""
+
+    def __init__(self, g: Graph) -> None:
+        self.g = g
+        n = g.size
+        # one more vertex stands for the set that is asked about
+        self._n = n
+        self._src, self._dst = g.src, g.dst
+        self.back = csr_matrix(
+            (np.ones(len(g.src), np.int8), (g.dst, g.src)), shape=(n, n)
+        )
+        self.forth = csr_matrix((np.ones(len(g.src), np.int8), (g.src, g.dst)), shape=(n, n))
+
+    def _from(self, matrix: csr_matrix, seeds: Array) -> Array:
+        seen = np.zeros(self._n, np.bool_)
+        for seed in seeds:
+            if not seen[seed]:
+                seen[breadth_first_order(matrix, int(seed), return_predecessors=False)] = True
+        return seen
+
+    def into(self, seeds: Array) -> Array:
+        return self._from(self.back, seeds)
+
+    def out_of(self, seeds: Array) -> Array:
+        return self._from(self.forth, seeds)
+
+
+def place_ranks(g: Graph, mask: Array) -> Array:
+    """Rank rows of the stuck places among the marked vertices."""
+    lay = g.fix.layout
+    mask = mask & g.stuck
+    lanes = lay.lane_rank[mask[g.lane0 : g.queue0]]
+    queues = lay.queue_rank[mask[g.queue0 : g.node0]]
+    return np.unique(np.concatenate([lanes, queues]).astype(np.int64))
+
+
+def find_causes(g: Graph) -> list[Cause]:
+    """All causes in the graph of a shard, sorted by job."""
+    if not g.stuck.any():
+        return []
+    m = g.program.matching
+    ranks = m.prepared.ranks
+    rank_number = ranks["rank"].to_numpy()
+    rank_job = ranks["job"].to_numpy()
+    node_job = m.nodes["job"].to_numpy() if m.nodes.height else np.zeros(0, np.int32)
+    reach = _Reach(g)
+    causes: list[Cause] = []
+
+    def numbers(rows: Array) -> tuple[int, ...]:
+        return tuple(sorted(int(x) for x in rank_number[rows]))
+
+    def add(job: int, kind: str, vertices: Array, nodes: Array, absent: tuple[int, ...], inferred: bool) -> None:
+        lead = reach.into(vertices)
+        rows = place_ranks(g, lead)
+        rows = rows[rank_job[rows] == job]
+        causes.append(
+            Cause(job, kind, vertices, nodes, absent, numbers(rows), inferred)
+        )
+
+    open_node = g.stuck[g.node0 : g.rank0]
+    rooted = np.zeros(g.size, np.bool_)
+
+    # --- signatures that disagree
+    blocks = m.nodes["blocks"].to_numpy() if m.nodes.height else np.zeros(0, bool)
+    for v in np.flatnonzero(open_node & blocks):
+        rooted[g.node0 + v] = True
+        add(int(node_job[v]), "mismatch", np.array([g.node0 + v]), np.array([v]), (), False)
+
+    # --- ranks that have ended, and ranks without a record
+    for kind, fate in (("ended", FATE["finished"]), ("no_record", FATE["no_record"])):
+        rows = g.absent.filter(pl.col("fate") == fate)
+        if rows.is_empty():
+            continue
+        sets = rows.group_by("node").agg(pl.col("rank").sort()).sort("node")
+        groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for v, absent in sets.iter_rows():
+            groups.setdefault((int(node_job[v]), tuple(absent)), []).append(v)
+            rooted[g.node0 + v] = True
+        for (job, absent), nodes in sorted(groups.items()):
+            at = np.array(nodes)
+            add(job, kind, g.node0 + at, at, absent, False)
+
+    # --- ranks that died, ranks that are alive and free
+    into = np.bincount(g.dst, minlength=g.size)[g.rank0 :]
+    out = np.bincount(g.src, minlength=g.size)[g.rank0 :]
+    waiting_nodes = g.absent.select("node", "r")
+    for kind, fate in (("dead", FATE["dead"]), ("free", FATE["free"])):
+        rows = np.flatnonzero((into > 0) & (out == 0) & (g.fate == fate))
+        for job in np.unique(rank_job[rows]):
+            mine = rows[rank_job[rows] == job]
+            rooted[g.rank0 + mine] = True
+            nodes = waiting_nodes.filter(pl.col("r").is_in(mine.astype(np.int64)))["node"].unique().sort()
+            add(int(job), kind, g.rank0 + mine, nodes.to_numpy().astype(np.int64), numbers(mine), False)
+
+    # --- cycles
+    label, circular = components(g, with_inferred=True)
+    sure_label, sure = components(g, with_inferred=False)
+    for c in np.flatnonzero(circular):
+        vertices = np.flatnonzero(label == c)
+        certain = bool(sure[sure_label[vertices]].any())
+        if not certain and (reach.out_of(vertices[:1]) & rooted).any():
+            # a silent host may stand at any of its pending operations: where one of them leads to
+            # another cause, that cause explains the silence and the circle is an artefact
+            continue
+        mask = np.zeros(g.size, np.bool_)
+        mask[vertices] = True
+        rows = place_ranks(g, mask)
+        nodes = vertices[(vertices >= g.node0) & (vertices < g.rank0)] - g.node0
+        add(int(rank_job[rows[0]]), "cycle", vertices, nodes, numbers(rows), not certain)
+    return sorted(causes, key=lambda c: (c.job, c.kind, c.ranks, tuple(c.nodes.tolist())))

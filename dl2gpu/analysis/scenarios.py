@@ -1,0 +1,161 @@
+"""Readings of what a program leaves open, as far as a plain scan decides them.
+
+Rendezvous against unlimited buffers, independent streams against one stream a rank, host threads
+that fill a shared stream in another order, batches that hold back their partners, wildcards that
+take another sender. A job that stops under one reading only is ``potential``.
+
+Source: DESIGN.md sections 5 and 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from dl2gpu.analysis.finding import Finding
+from dl2gpu.analysis.matching import ROLE
+from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, run
+from dl2gpu.analysis.roots import Cause
+from dl2gpu.analysis.waitfor import Graph
+from dl2gpu.trace.schema import OP
+
+__all__ = ["as_potential", "only_unbuffered", "plausible", "smallest_safe_buffer", "still_stuck"]
+
+Array = npt.NDArray[Any]
+
+
+def still_stuck(g: Graph, cause: Cause, lenient: Fixpoint) -> bool:
+    """Does the cause hold as well where sends are buffered and rooted collectives release early?
+
+    It does if the operations at its root have come there too and still do not complete.
+    """
+    strict = g.fix
+    k = g.program.kernel
+    for v in cause.nodes:
+        part = k["node_part"][k["node_start"][v] : k["node_start"][v + 1]] >> 1
+        standing = part[strict.started[part] & ~strict.completed[part]]
+        if not len(standing):
+            continue
+        if lenient.completed[standing].any() or not lenient.started[standing].all():
+            return False
+    return True
+
+
+def smallest_safe_buffer(p: Program, job: int, workers: int | None = None) -> int | None:
+    """Smallest eager threshold in bytes under which the job runs to its end; None if there is none.
+
+    Only the sizes of its own sends matter. Larger buffers only ever help (there is no wildcard and
+    no wait-any whose choice could change), so the threshold is found by bisection.
+    """
+    lo, hi = p.job_event[job], p.job_event[job + 1]
+    sends = (p.kernel["role"][lo:hi] == ROLE["send"]) & (p.kernel["bytes"][lo:hi] < (1 << 62))
+    sizes = np.unique(p.kernel["bytes"][lo:hi][sends])
+    sizes = sizes[sizes > 0]
+    one = np.array([job], dtype=np.int32)
+
+    def runs(threshold: int) -> bool:
+        fix = run(p, Scenario(eager_bytes=threshold, early_release=True), one, 1)
+        return bool(fix.completed[lo:hi].all())
+
+    if not len(sizes) or not runs(int(sizes[-1])):
+        return None
+    low, high = 0, len(sizes) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if runs(int(sizes[middle])):
+            high = middle
+        else:
+            low = middle + 1
+    return int(sizes[low])
+
+
+def bytes_text(n: int) -> str:
+    """A size for people: 16 MiB, 4 KiB, 12 bytes."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if n >= size:
+            value = n / size
+            return f"{value:.0f} {unit}" if value == int(value) else f"{value:.1f} {unit}"
+    return f"{n} bytes"
+
+
+def only_unbuffered(p: Program, f: Finding, workers: int | None) -> Finding:
+    """The finding where it holds only under rendezvous (or without early release)."""
+    if f.kind in ("unmatched_p2p", "missing_participant", "mismatch"):
+        # wrong under any reading; whether it stops the job depends on the buffers
+        return replace(f, deadlocked=None, condition="stops the job only where the send is not buffered")
+    if f.kind not in ("cycle", "order_inversion", "init_cycle"):
+        return f
+    safe = smallest_safe_buffer(p, f.job, workers)
+    if safe is not None:
+        condition = f"only under rendezvous; smallest safe buffer {bytes_text(safe)}"
+    else:
+        condition = "only under rendezvous and while nobody may leave a rooted collective early"
+    return as_potential(f, condition, {"safe_bytes": safe} if safe is not None else {})
+
+
+def as_potential(f: Finding, condition: str, details: dict[str, Any] | None = None) -> Finding:
+    """The finding as one that has not happened."""
+    return replace(
+        f, kind="potential", condition=condition, deadlocked=None,
+        details=f.details | {"kind": f.kind} | (details or {}),
+    )  # fmt: skip
+
+
+def plausible(p: Program, calm: Array) -> Iterator[tuple[Scenario, str, Array]]:
+    """(scenario, condition, jobs) of the readings worth running for jobs that run through."""
+    if not len(calm):
+        return
+    e = p.matching.events
+    rows = e.lazy().filter(pl.col("job").is_in(calm))
+
+    def jobs(frame: pl.LazyFrame) -> Array:
+        found = frame.select("job").unique().collect()["job"].to_numpy()
+        return np.intersect1d(found, calm).astype(np.int32)
+
+    several = jobs(
+        rows.filter(pl.col("stream").is_not_null())
+        .group_by("job", "rank")
+        .agg(n=pl.col("stream").n_unique())
+        .filter(pl.col("n") > 1)
+    )
+    if len(several):
+        yield (
+            Scenario(one_stream=True),
+            "only if the streams of a rank share one hardware queue, a launch queue fills, or a "
+            "host synchronisation comes between",
+            several,
+        )
+    shared = jobs(
+        rows.filter(pl.col("stream").is_not_null())
+        .group_by("job", "rank", "stream")
+        .agg(n=pl.col("lane").n_unique())
+        .filter(pl.col("n") > 1)
+    )
+    if len(shared):
+        yield (
+            Scenario(flip_lanes=True),
+            "only if the host threads that share a stream enqueue in another order on some ranks",
+            shared,
+        )
+    batches = jobs(rows.filter(pl.col("group").is_not_null()))
+    if len(batches):
+        yield (
+            Scenario(atomic_batch=True),
+            "only if an incomplete batch holds back the partners of its matched members",
+            batches,
+        )
+    wild = jobs(rows.filter(pl.col("box") >= 0))
+    if len(wild):
+        yield (
+            Scenario(wild_high=True),
+            "only if a wildcard receive takes another message that fits",
+            wild,
+        )
+
+
+_ = OP

@@ -1,0 +1,571 @@
+"""Verdicts: from causes to findings (DESIGN.md section 5).
+
+``analyse`` is the analysis from a trace to its findings: match, replay, wait-for, causes, and then
+for each cause one finding with kind, culprits, victims, evidence and advice. Loops in this module
+run over causes, not over events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from dl2gpu.analysis import observed, scenarios
+from dl2gpu.analysis.divergence import Divergence, find_divergence, odd_ones
+from dl2gpu.analysis.finding import Finding
+from dl2gpu.analysis.fingerprint import fingerprint
+from dl2gpu.analysis.matching import KIND, ROLE, Matching, match
+from dl2gpu.analysis.names import Names
+from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, build, run
+from dl2gpu.analysis.roots import Cause, find_causes
+from dl2gpu.analysis.waitfor import Graph, build_graph
+from dl2gpu.analysis.wording import advice_for, summary_of
+from dl2gpu.trace.schema import OP, Trace
+
+__all__ = ["Analysis", "Finding", "analyse"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Findings of a shard, sorted by job and gravity, and each job's verdict.
+
+    ``findings``: :class:`Finding` as dictionaries. ``jobs``: one row a job of the trace with
+    ``job``, ``verdict`` and ``deadlocked``.
+    """
+
+    findings: list[dict[str, Any]]
+    jobs: pl.DataFrame
+
+
+_GRAVITY: Final = (
+    "cycle", "order_inversion", "init_cycle", "mismatch", "unmatched_p2p", "missing_participant",
+    "crashed_rank", "stalled_rank", "in_flight", "potential", "insufficient_evidence",
+)  # fmt: skip
+
+
+def analyse(trace: Trace, workers: int | None = None) -> Analysis:
+    """All findings of a trace.
+
+    Args:
+        trace: the event table and its side tables, many jobs at once.
+        workers: threads for the replay; default the number of processors.
+    """
+    return analyse_matched(match(trace), workers)
+
+
+def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
+    """All findings of a matched trace."""
+    p = build(m)
+    names = Names(m)
+    by_states = m.prepared.jobs["states"].to_numpy().astype(bool)
+    everyone = np.arange(len(by_states), dtype=np.int32)
+    findings: list[Finding] = []
+
+    # post-mortem evidence: completed operations are facts, and states decide about buffering
+    seen = everyone[by_states]
+    if len(seen):
+        fix = run(p, Scenario(atomic_batch=True), seen, workers)
+        graph = build_graph(p, fix)
+        causes = find_causes(graph)
+        stale = observed.stale_ranks(p)
+        for cause in causes:
+            findings += _finding(p, names, graph, cause, "observed", stale)
+        findings += observed.standstill(p, names, fix, findings, stale)
+
+    # program order: the replay decides; then the readings that the order leaves open
+    planned = everyone[~by_states]
+    if len(planned):
+        fix = run(p, Scenario(), planned, workers)
+        graph = build_graph(p, fix)
+        causes = find_causes(graph)
+        stuck = np.unique([c.job for c in causes]).astype(np.int32)
+        lenient = None
+        if len(stuck):
+            lenient = run(
+                p,
+                Scenario(eager_bytes=Scenario.INFINITE, early_release=True, wild_high=False),
+                stuck,
+                workers,
+            )
+        drafts: list[Finding] = []
+        for cause in causes:
+            unconditional = lenient is None or scenarios.still_stuck(graph, cause, lenient)
+            made = _finding(p, names, graph, cause, "proven", {})
+            drafts += made if unconditional else [scenarios.only_unbuffered(p, f, workers) for f in made]
+        findings += drafts
+        if lenient is not None:
+            findings += _hidden(p, names, lenient, drafts, stuck)
+        calm = np.setdiff1d(planned, stuck).astype(np.int32)
+        findings += _potentials(p, names, calm, workers)
+
+    findings += _passed_mismatches(p, names, findings)
+    findings = _merge(findings)
+    return _conclude(m, names, findings)
+
+
+def _hidden(
+    p: Program, names: Names, lenient: Fixpoint, drafts: list[Finding], stuck: Array
+) -> list[Finding]:
+    """What stops a job even with unlimited buffers, where nothing found so far does."""
+    certain = {f.job for f in drafts if f.kind != "potential"}
+    open_jobs = np.array([j for j in stuck if j not in certain], dtype=np.int32)
+    if not len(open_jobs):
+        return []
+    graph = build_graph(p, lenient)
+    out = []
+    for cause in find_causes(graph):
+        if cause.job not in certain:
+            out += _finding(p, names, graph, cause, "proven", {})
+    return out
+
+
+def _potentials(p: Program, names: Names, calm: Array, workers: int | None) -> list[Finding]:
+    """Readings under which a job that runs through would stop."""
+    out: list[Finding] = []
+    for scenario, condition, jobs in scenarios.plausible(p, calm):
+        done = {f.job for f in out}
+        todo = np.array([j for j in jobs if j not in done], dtype=np.int32)
+        if not len(todo):
+            continue
+        fix = run(p, scenario, todo, workers)
+        graph = build_graph(p, fix)
+        for cause in find_causes(graph):
+            for f in _finding(p, names, graph, cause, "proven", {}):
+                out.append(scenarios.as_potential(f, condition))
+    return out
+
+
+# --------------------------------------------------------------------------------------------------
+# From a cause to findings
+
+
+def _finding(
+    p: Program, names: Names, g: Graph, cause: Cause, evidence: str, stale: dict[int, set[int]]
+) -> list[Finding]:
+    """The finding of a cause; none where the evidence turns out to say nothing."""
+    level = "inferred" if cause.inferred else evidence
+    if cause.kind == "cycle":
+        return [_cycle(p, names, g, cause, level)]
+    if cause.kind == "mismatch":
+        return [_mismatch(p, names, g, cause, level)]
+    return [_lacking(p, names, g, cause, level, stale)]
+
+
+def _parts(p: Program, node: int) -> Array:
+    """Events of a node, probes left out, sorted."""
+    k = p.kernel
+    part = k["node_part"][k["node_start"][node] : k["node_start"][node + 1]]
+    events = np.unique(part >> 1)
+    return events[k["role"][events] != ROLE["probe"]]
+
+
+def _here(p: Program, g: Graph, nodes: Array) -> list[int]:
+    """Events that have come to the nodes and wait there, sorted by rank and position."""
+    fix = g.fix
+    out: list[int] = []
+    for v in nodes:
+        events = _parts(p, int(v))
+        out += [int(e) for e in events if fix.started[e] and not fix.completed[e]]
+    return sorted(set(out))
+
+
+def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Finding:
+    steps = _cycle_places(p, names, g, cause)
+    lay = g.fix.layout
+    places = [v for v in cause.vertices if v < g.node0]
+    heads = []
+    for v in places:
+        e = g.fix.lane_at[v] if v < g.queue0 else g.fix.queue_at[v - g.queue0]
+        heads.append(int(e))
+    op = names.column("op")
+    real = [e for e in heads if op[e] != OP["wait"]]
+    at = sorted(set(real) | set(_here(p, g, cause.nodes)))
+    ops = {int(op[e]) for e in at}
+    del lay
+    unpaired = _unpaired(p, g, cause)
+    victims = tuple(sorted(set(cause.waiting) - set(cause.ranks)))
+    base: dict[str, Any] = {
+        "job": cause.job,
+        "evidence": level,
+        "cycle": steps,
+        "hangs_at": tuple(names.operation(e) for e in at),
+        "deadlocked": True,
+    }
+    if unpaired:
+        owners = tuple(sorted({int(names.column("rank")[e]) for e in unpaired}))
+        return Finding(
+            kind="unmatched_p2p",
+            culprits=owners,
+            victims=tuple(sorted((set(cause.waiting) | set(cause.ranks)) - set(owners))),
+            first_divergence=names.operation(unpaired[0]),
+            reason="no_partner",
+            details={"unmatched": [names.operation(e) | names.signature(e) for e in unpaired]},
+            **base,
+        )
+    if OP["comm_create"] in ops:
+        kind = "init_cycle"
+    elif any(o >= OP["all_reduce"] for o in ops) and (
+        len({int(names.column("comm")[e]) for e in at}) > 1 or any(o < OP["wait"] for o in ops)
+    ):
+        kind = "order_inversion"
+    else:
+        kind = "cycle"
+    first = min(at, key=lambda e: (int(names.column("rank")[e]), e)) if at else None
+    reason = "host_blocked" if cause.inferred or any(s["place"] == "host" for s in steps) else "other_group"
+    return Finding(
+        kind=kind,
+        culprits=cause.ranks,
+        victims=victims,
+        first_divergence=names.operation(first) if first is not None else None,
+        reason=reason,
+        **base,
+    )
+
+
+def _cycle_places(p: Program, names: Names, g: Graph, cause: Cause) -> tuple[dict[str, Any], ...]:
+    """The places of a shortest circle through the component's first place, in order."""
+    inside = np.zeros(g.size, np.bool_)
+    inside[cause.vertices] = True
+    keep = inside[g.src] & inside[g.dst]
+    order = np.argsort(g.src[keep], kind="stable")
+    src, dst = g.src[keep][order], g.dst[keep][order]
+    start = int(cause.vertices[cause.vertices < g.node0][0])
+    parent: dict[int, int] = {}
+    front = [start]
+    last = -1
+    while front and last < 0:
+        after: list[int] = []
+        for v in front:
+            lo, hi = np.searchsorted(src, [v, v + 1])
+            for w in dst[lo:hi].tolist():
+                if w == start:
+                    last = v
+                    break
+                if w not in parent:
+                    parent[w] = v
+                    after.append(w)
+            if last >= 0:
+                break
+        front = after
+    path = [last] if last >= 0 else []
+    while path and path[-1] != start:
+        path.append(parent[path[-1]])
+    path.reverse()
+    circle = [v for v in path if v < g.node0]
+    lay = g.fix.layout
+    ranks = p.matching.prepared.ranks["rank"].to_numpy()
+
+    def rank_of(v: int) -> int:
+        row = lay.lane_rank[v] if v < g.queue0 else lay.queue_rank[v - g.queue0]
+        return int(ranks[row])
+
+    steps = []
+    for x, v in enumerate(circle):
+        e = int(g.fix.lane_at[v] if v < g.queue0 else g.fix.queue_at[v - g.queue0])
+        op = names.operation(e)
+        on_stream = v >= g.queue0
+        steps.append(
+            {
+                "rank": op["rank"],
+                "place": "stream" if on_stream else "host",
+                "stream": names.text(int(names.column("stream")[e])) if on_stream else None,
+                "waits_for": [rank_of(circle[(x + 1) % len(circle)])],
+                "op": op["op"],
+                "comm": op["comm"],
+                "ordinal": op["ordinal"],
+                "seq": op["seq"],
+                "stack": op["stack"],
+            }
+        )
+    return tuple(steps)
+
+
+def _unpaired(p: Program, g: Graph, cause: Cause) -> list[int]:
+    """Messages without a partner in the cycle, whose peer took part in the same exchange.
+
+    A rank that answered one operation of a batch (or of a run of point-to-point calls without a
+    wait between) and went on, has left the other one out: the batch's members do not pair. Without
+    such a trace of having been there, a partner that is missing may still come after the wait.
+    """
+    m = p.matching
+    nodes = m.nodes
+    kind, need = nodes["kind"].to_numpy(), nodes["need"].to_numpy()
+    lone = [int(v) for v in cause.nodes if kind[v] == KIND["message"] and need[v] < 0]
+    out: list[int] = []
+    ranks = p.rank_of
+    for v in lone:
+        e = int(_parts(p, v)[0])
+        peer = int(nodes["dst"][v] if nodes["has_send"][v] else nodes["src"][v])
+        for x in _exchange(p, g, e):
+            for name in ("node1", "node2"):
+                w = int(p.kernel[name][x])
+                if x == e or w < 0 or kind[w] != KIND["message"] or need[w] < 0:
+                    continue
+                if any(ranks[y] == peer for y in _parts(p, w)):
+                    out.append(e)
+    return sorted(set(out))
+
+
+def _exchange(p: Program, g: Graph, e: int) -> list[int]:
+    """The batch of an event, else the run of point-to-point operations around it in its lane."""
+    lay = g.fix.layout
+    lane, unit = lay.lane_of[e], lay.unit_of[e]
+    op = p.matching.events["op"].to_numpy()
+    blocks = p.kernel["host_blocks"]
+
+    def together(x: int) -> bool:
+        if not (0 <= x < len(op)) or lay.lane_of[x] != lane:
+            return False
+        if unit >= 0:
+            return bool(lay.unit_of[x] == unit)
+        return bool(op[x] < OP["wait"] and not blocks[x])
+
+    run_ = [e]
+    x = e - 1
+    while together(x):
+        run_.append(x)
+        x -= 1
+    x = e + 1
+    while together(x):
+        run_.append(x)
+        x += 1
+    return sorted(run_)
+
+
+def _mismatch(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Finding:
+    node = int(cause.nodes[0])
+    return mismatch_at(
+        p, names, cause.job, node, level, waiting=cause.waiting, fix=g.fix, blocking=True
+    )
+
+
+def mismatch_at(
+    p: Program, names: Names, job: int, node: int, level: str, *,
+    waiting: tuple[int, ...], fix: Fixpoint | None, blocking: bool,
+) -> Finding:  # fmt: skip
+    """The finding of a node whose signatures disagree."""
+    events = _parts(p, node)
+    split = odd_ones(p, names, node, events)
+    is_message = p.matching.nodes["kind"][node] == KIND["message"]
+    divergence = None if is_message else find_divergence(p, names, node)
+    members = {int(r) for r in p.rank_of[events]}
+    culprits = split.odd
+    kind, reason = "mismatch", "data_dependent_branch"
+    first = int(min((e for e in events if p.rank_of[e] in culprits), default=events[0]))
+    details: dict[str, Any] = {"signatures": split.classes, "aspects": split.aspects}
+    if divergence is not None:
+        first = divergence.event
+        details["divergence"] = divergence.details
+        if divergence.odd:
+            culprits = divergence.odd
+        if divergence.skipped:
+            kind, reason = "missing_participant", "skipped_call"
+    elif len(culprits) == 1 and culprits[0] == 0 and not is_message:
+        reason = "rank_guard"
+    if is_message:
+        reason = None  # type: ignore[assignment]
+    here = events if fix is None else [e for e in events if fix.started[e]]
+    return Finding(
+        job=job,
+        kind=kind if blocking else "mismatch",
+        evidence=level,
+        culprits=culprits,
+        victims=tuple(sorted((set(waiting) | (members if blocking else set())) - set(culprits))),
+        first_divergence=names.operation(first),
+        hangs_at=tuple(names.operation(int(e)) for e in here) if blocking else (),
+        reason=reason,
+        details=details,
+        deadlocked=True if blocking else None,
+    )
+
+
+def _lacking(
+    p: Program, names: Names, g: Graph, cause: Cause, level: str, stale: dict[int, set[int]]
+) -> Finding:
+    """The finding of operations that lack ranks: ended, dead, free, or without a record."""
+    here = _here(p, g, cause.nodes)
+    present = {int(p.rank_of[e]) for e in here}
+    absent = set(cause.ranks)
+    victims = tuple(sorted((set(cause.waiting) | present) - absent))
+    kinds = p.matching.nodes["kind"].to_numpy()[cause.nodes]
+    only_messages = bool((kinds == KIND["message"]).all())
+    base = Finding(
+        job=cause.job,
+        kind="",
+        evidence=level,
+        victims=victims,
+        hangs_at=tuple(names.operation(e) for e in here),
+        first_divergence=names.operation(here[0]) if here else None,
+        details={"missing_ranks": sorted(absent)},
+    )
+    if cause.kind == "no_record":
+        return replace(base, kind="insufficient_evidence", reason="no_data", evidence="inferred")
+    if cause.kind == "dead":
+        return replace(
+            base, kind="crashed_rank", culprits=tuple(sorted(absent)), reason="crashed", deadlocked=False
+        )
+    if cause.kind == "ended":
+        return _ended(p, names, g, cause, base, here, only_messages)
+    return _free(p, names, g, cause, base, here, only_messages, stale)
+
+
+def _ended(
+    p: Program, names: Names, g: Graph, cause: Cause, base: Finding, here: list[int], messages: bool
+) -> Finding:
+    absent = set(cause.ranks)
+    lay = g.fix.layout
+    rows = p.matching.prepared.ranks
+    ended_rows = rows.filter((pl.col("job") == cause.job) & pl.col("rank").is_in(sorted(absent)))["r"]
+    on_way = np.isin(lay.lane_rank, ended_rows.to_numpy()) & (g.fix.lane_at >= 0)
+    reached_end = not on_way.any()
+    if messages:
+        owners = tuple(sorted({int(p.rank_of[e]) for e in here}))
+        return replace(
+            base,
+            kind="unmatched_p2p",
+            # a peer that went on elsewhere was not asked; one that ended may have left too early
+            culprits=() if reached_end else owners,
+            victims=base.victims if reached_end else tuple(sorted(set(base.victims + tuple(absent)) - set(owners))),
+            reason="finished" if reached_end else "no_partner",
+            details=base.details | {"unmatched": [names.operation(e) | names.signature(e) for e in here]},
+            deadlocked=True,
+        )
+    present = {int(p.rank_of[e]) for e in here}
+    culprits: tuple[int, ...] = tuple(sorted(absent)) if len(absent) < len(present) else ()
+    reason = "finished" if reached_end else "skipped_call"
+    first = base.first_divergence
+    details = dict(base.details)
+    divergence: Divergence | None = None
+    for v in cause.nodes[:1]:
+        divergence = find_divergence(p, names, int(v))
+    if divergence is not None:
+        first, reason = names.operation(divergence.event), "skipped_call"
+        details["divergence"] = divergence.details
+        if divergence.odd:
+            culprits = divergence.odd
+    return replace(
+        base,
+        kind="missing_participant",
+        culprits=culprits,
+        victims=tuple(sorted(set(base.victims) - set(culprits))),
+        reason=reason,
+        first_divergence=first,
+        details=details,
+        deadlocked=True,
+    )
+
+
+def _free(
+    p: Program, names: Names, g: Graph, cause: Cause, base: Finding, here: list[int], messages: bool,
+    stale: dict[int, set[int]],
+) -> Finding:  # fmt: skip
+    """Ranks that are alive with nothing pending, while others wait for them."""
+    absent = set(cause.ranks)
+    if absent & stale.get(cause.job, set()):
+        return replace(
+            base, kind="insufficient_evidence", reason="no_data", evidence="inferred", victims=(),
+            details=base.details | {"older_records": sorted(absent & stale[cause.job])},
+        )  # fmt: skip
+    if observed.went_on(p, cause.job, absent, here):
+        # their own traffic goes on: they are neither late nor dead, they are not going to come
+        return replace(base, kind="missing_participant", reason="other_group", deadlocked=None)
+    if len(base.victims) > len(absent):
+        return replace(
+            base, kind="stalled_rank", culprits=tuple(sorted(absent)), reason="stalled", deadlocked=False
+        )
+    return replace(
+        base, kind="insufficient_evidence", reason="stalled", evidence="inferred",
+        details=base.details | {"idle": messages},
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# Mismatches that stopped nobody, merging, conclusion
+
+
+def _passed_mismatches(p: Program, names: Names, findings: list[Finding]) -> list[Finding]:
+    """Signatures that disagree where every part completed, or where the difference stops nobody."""
+    m = p.matching
+    states = m.prepared.jobs["states"].to_numpy().astype(bool)
+    nodes = m.nodes.filter(
+        pl.col("differs")
+        & (
+            ~pl.col("blocks")
+            | (pl.col("finished") == pl.col("present"))
+        )
+    )
+    if nodes.is_empty():
+        return []
+    blocked = {f.job for f in findings if f.kind == "mismatch"}
+    first = nodes.sort("job", "comm", "k").group_by("job", "comm", maintain_order=True).agg(
+        pl.col("node").first(), count=pl.len()
+    )
+    out = []
+    for job, _, node, count in first.iter_rows():
+        if job in blocked:
+            continue
+        f = mismatch_at(
+            p, names, job, node, "observed" if states[job] else "proven",
+            waiting=(), fix=None, blocking=False,
+        )  # fmt: skip
+        out.append(replace(f, details=f.details | {"operations": count}, deadlocked=None))
+    return out
+
+
+def _merge(findings: list[Finding]) -> list[Finding]:
+    """The same fault in several places of one job (each pipeline, each replica) is one finding."""
+    out: dict[tuple[Any, ...], Finding] = {}
+    for f in findings:
+        f = replace(f, fingerprint=fingerprint(f))
+        key = (f.job, f.kind, f.evidence, f.fingerprint, f.condition, f.reason)
+        first = out.get(key)
+        if first is None:
+            out[key] = f
+            continue
+        culprits = tuple(sorted(set(first.culprits) | set(f.culprits)))
+        out[key] = replace(
+            first,
+            culprits=culprits,
+            victims=tuple(sorted((set(first.victims) | set(f.victims)) - set(culprits))),
+            hangs_at=first.hangs_at + tuple(h for h in f.hangs_at if h not in first.hangs_at),
+            details=first.details | {"places": first.details.get("places", 1) + 1},
+        )
+    return list(out.values())
+
+
+def _conclude(m: Matching, names: Names, findings: list[Finding]) -> Analysis:
+    jobs = m.prepared.jobs
+    times = observed.clock(m)
+    rows: list[dict[str, Any]] = []
+    verdict = ["healthy"] * jobs.height
+    dead: list[bool | None] = [False] * jobs.height
+    findings = sorted(findings, key=lambda f: (f.job, _GRAVITY.index(f.kind), f.culprits, f.fingerprint))
+    by_job: dict[int, list[Finding]] = {}
+    for f in findings:
+        by_job.setdefault(f.job, []).append(f)
+    names_of = jobs["name"].to_list()
+    for job, found in by_job.items():
+        verdict[job] = found[0].kind
+        claims = [f.deadlocked for f in found]
+        dead[job] = True if True in claims else (None if None in claims else False)
+        if all(f.kind == "mismatch" and f.deadlocked is None for f in found):
+            dead[job] = False
+        stopped, hours = times.get(job, (None, None))
+        for f in found:
+            done = replace(
+                f, stopped_at_ns=stopped,
+                gpu_hours_lost=hours if f.kind not in ("potential", "insufficient_evidence") and (f.deadlocked is not None) else None,
+                advice=advice_for(f),
+            )  # fmt: skip
+            done = replace(done, summary=summary_of(done, names_of[job]))
+            rows.append({k: getattr(done, k) for k in done.__dataclass_fields__})
+    out = jobs.select("job").with_columns(
+        verdict=pl.Series(verdict, dtype=pl.String), deadlocked=pl.Series(dead, dtype=pl.Boolean)
+    )
+    return Analysis(rows, out)

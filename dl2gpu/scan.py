@@ -1,0 +1,203 @@
+"""The scan: discover, read, analyse, report. The whole way of the data on one screen."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+import polars as pl
+
+from dl2gpu.engine.choose import choose
+from dl2gpu.report.model import FINDINGS, JOBS, KINDS, Report
+from dl2gpu.trace.discover import discover
+from dl2gpu.trace.inputs import INPUTS, Input, InputError, TraceFile
+from dl2gpu.trace.readers import read_files
+from dl2gpu.trace.schema import Trace
+
+__all__ = ["SHARD_BYTES", "Progress", "scan"]
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage ("read", "analyse"), how much of it is done, and of how much."""
+
+SHARD_BYTES: Final = 512 << 20
+"""Jobs are analysed in shards of about this many bytes of input; a job is never cut."""
+
+
+def scan(
+    paths: str | Sequence[str],
+    *,
+    engine: str = "auto",
+    cluster: str = "threads",
+    workers: int | None = None,
+    job_pattern: str | None = None,
+    select: str | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Reads the traces of many jobs and says for each whether its communication can finish.
+
+    Args:
+        paths: folders or files, local or behind fsspec URLs.
+        engine: "auto", "cpu" or "gpu". cluster: "threads".
+        workers: threads; default one a processor.
+        job_pattern: regular expression with named groups job, rank, attempt, searched in each path.
+        select: only the job of this name (or folder).
+        progress: called as work goes on.
+
+    Raises:
+        InputError: a path does not exist, or the pattern is no regular expression.
+        EngineError: the engine asked for cannot be used here.
+    """
+    began = time.perf_counter()
+    roots = [paths] if isinstance(paths, str) else list(paths)
+    if cluster != "threads":
+        raise InputError(f"cluster {cluster!r}: expected threads, the only one there is so far")
+    used = choose(engine)
+    report = progress or (lambda stage, done, total: None)
+
+    found = discover(roots, job_pattern)
+    files = [f for f in found.files if select is None or select in (f.job, f.folder)]
+    # a native trace names its job inside the file: what the path does not tell is sorted out later
+    if select is not None and not files:
+        files = found.files
+    inputs: list[Input] = list(found.inputs)
+    jobs: list[pl.DataFrame] = []
+    findings: list[dict[str, Any]] = []
+    total = sum(f.size for f in files)
+    done = 0
+    for shard in _shards(files):
+        report("read", done, total)
+        trace, read = read_files(shard)
+        inputs += read
+        done += sum(f.size for f in shard)
+        report("analyse", done, total)
+        if trace.jobs.height:
+            first = sum(j.height for j in jobs)
+            shard_jobs, shard_findings = _analyse(trace, workers, first)
+            jobs.append(shard_jobs)
+            findings += shard_findings
+        del trace
+    report("done", total, total)
+    return _report(
+        jobs, findings, inputs, select,
+        summary={"files": len(inputs), "bytes_read": done, "engine": used, "cluster": cluster},
+        began=began,
+    )  # fmt: skip
+
+
+def _shards(files: Sequence[TraceFile]) -> Iterator[list[TraceFile]]:
+    """Runs of whole jobs of about SHARD_BYTES; the largest job sets the largest shard."""
+    by_job: dict[tuple[str, str | None], list[TraceFile]] = {}
+    for file in files:
+        by_job.setdefault((file.folder, file.job), []).append(file)
+    shard: list[TraceFile] = []
+    size = 0
+    for key in sorted(by_job, key=lambda k: (k[0], k[1] or "")):
+        weight = sum(f.size for f in by_job[key])
+        if shard and size + weight > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard += by_job[key]
+        size += weight
+    if shard:
+        yield shard
+
+
+def _analyse(trace: Trace, workers: int | None, first: int) -> tuple[pl.DataFrame, list[dict[str, Any]]]:
+    """Jobs of a shard as rows of the report, and their findings; jobs are numbered from ``first``."""
+    from dl2gpu.analysis import analyse
+
+    result = analyse(trace, workers)
+    ranks = trace.ranks.group_by("job").agg(ranks_present=pl.col("rank").unique().sort())
+    members = (
+        trace.comms.select("job", rank="ranks").explode("rank", empty_as_null=False).group_by("job").agg(top=pl.col("rank").max())
+    )
+    events = trace.events.group_by("job").agg(events=pl.len().cast(pl.Int64))
+    jobs = (
+        trace.jobs.join(ranks, on="job", how="left")
+        .join(members, on="job", how="left")
+        .join(events, on="job", how="left")
+        .join(result.jobs, on="job", how="left")
+        .with_columns(
+            pl.col("events").fill_null(0),
+            pl.col("ranks_present").fill_null([]),
+            world_size=pl.coalesce(
+                "world_size", pl.max_horizontal("top", pl.col("ranks_present").list.max()) + 1
+            ),
+        )
+        .with_columns(
+            ranks_missing=pl.int_ranges(0, pl.col("world_size").fill_null(0), dtype=pl.Int32)
+            .list.set_difference("ranks_present")
+            .list.sort(),
+            number=pl.col("job") + first,
+        )
+        .select(
+            "number", "name", "folder", "attempt", "world_size", "ranks_present", "ranks_missing",
+            "events", "verdict", "deadlocked", source_format="source",
+        )
+    )  # fmt: skip
+    return jobs, [f | {"job": f["job"] + first} for f in result.findings]
+
+
+def _report(
+    frames: list[pl.DataFrame], findings: list[dict[str, Any]], inputs: list[Input],
+    select: str | None, *, summary: dict[str, Any], began: float,
+) -> Report:  # fmt: skip
+    """The report's tables, sorted, with names and ids in place of numbers."""
+    jobs = pl.concat(frames) if frames else pl.DataFrame(schema={"number": pl.Int32, "name": pl.String, "folder": pl.String} | JOBS).drop("job", "findings")
+    if select is not None:
+        jobs = jobs.filter((pl.col("name") == select) | (pl.col("folder") == select))
+        kept = set(jobs["number"].to_list())
+        findings = [f for f in findings if f["job"] in kept]
+    # jobs of one name in different folders stay apart
+    twice = jobs.group_by("name").agg(n=pl.col("folder").n_unique()).filter(pl.col("n") > 1)["name"]
+    jobs = jobs.with_columns(
+        job=pl.when(pl.col("name").is_in(twice.to_list()))
+        .then(pl.format("{} ({})", "name", "folder"))
+        .otherwise("name")
+    ).sort("job", "attempt", "folder")
+    label = dict(zip(jobs["number"], jobs["job"], strict=True))
+    attempt = dict(zip(jobs["number"], jobs["attempt"], strict=True))
+    ordered = sorted(
+        findings,
+        key=lambda f: (label[f["job"]], attempt[f["job"]], KINDS.index(f["kind"]), f["culprits"], f["fingerprint"]),
+    )
+    rows = []
+    of_job: dict[int, list[str]] = {}
+    for number, f in enumerate(ordered, 1):
+        ident = f"f{number}"
+        of_job.setdefault(f["job"], []).append(ident)
+        rows.append(
+            {k: f.get(k) for k in FINDINGS}
+            | {
+                "id": ident,
+                "job": label[f["job"]],
+                "attempt": attempt[f["job"]],
+                "culprits": list(f["culprits"]),
+                "victims": list(f["victims"]),
+                "cycle": list(f["cycle"]),
+                "hangs_at": list(f["hangs_at"]),
+                "details": json.dumps(f["details"], sort_keys=True, default=str),
+            }
+        )
+    jobs = jobs.with_columns(
+        findings=pl.Series([of_job.get(n, []) for n in jobs["number"]], dtype=pl.List(pl.String))
+    )
+    by_kind = Counter(jobs["verdict"].to_list())
+    table = pl.DataFrame([asdict(i) for i in inputs], schema=INPUTS).sort("path")
+    return Report(
+        findings=pl.DataFrame(rows, schema=FINDINGS),
+        jobs=jobs.select([pl.col(c).cast(t) for c, t in JOBS.items()]),
+        inputs=table,
+        summary={
+            "jobs": jobs.height,
+            "ranks": int(jobs["ranks_present"].list.len().sum()),
+            "events": int(jobs["events"].sum()),
+            **summary,
+            "by_kind": dict(sorted(by_kind.items())),
+            "elapsed_s": round(time.perf_counter() - began, 3),
+        },
+    )
