@@ -498,9 +498,19 @@ _FIELD_MISTAKES: Final[dict[str, Callable[[Op, Program, int, random.Random], Op]
 def _tidy(program: Program, rng: random.Random) -> None:
     """Give what a recorder guarantees whatever the program did.
 
-    ``seq`` grows, a batch is one run of one lane, and a request id that was doubled stays so only
-    in some programs (MPI's persistent requests reuse theirs).
+    ``seq`` grows, a batch is one run of one lane, an ordinal is borne once by a rank, and a request
+    id that was doubled stays so only in some programs (MPI's persistent requests reuse theirs).
     """
+    numbers = [
+        (rank, op["comm"], op["ordinal"])
+        for rank, ops in program.ops.items()
+        for op in ops
+        if "ordinal" in op
+    ]
+    if len(numbers) != len(set(numbers)):
+        for ops in program.ops.values():
+            for op in ops:
+                op.pop("ordinal", None)
     for rank, ops in program.ops.items():
         seq = rng.choice([0, 0, 17])
         last: dict[int, tuple[Any, Any]] = {}
