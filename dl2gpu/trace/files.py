@@ -24,6 +24,7 @@ __all__ = [
     "DEFAULT",
     "CutBytes",
     "Limits",
+    "compress",
     "compression",
     "cut_reason",
     "filesystem",
@@ -349,6 +350,19 @@ def _decompressor(kind: str) -> _Decompressor:
 
 # --------------------------------------------------------------------------------------------------
 # Writing
+
+
+def compress(data: bytes, name: str) -> bytes:
+    """``data`` as the end of ``name`` says: .gz, .zst, or as it is."""
+    if name.endswith(".gz"):
+        import gzip
+
+        return gzip.compress(data, 6, mtime=0)  # the same data gives the same file
+    if name.endswith(".zst"):
+        import zstandard
+
+        return zstandard.ZstdCompressor(level=3).compress(data)
+    return data
 
 
 @contextlib.contextmanager

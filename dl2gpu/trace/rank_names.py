@@ -59,7 +59,7 @@ def ranks_from_names(
         return _explicit(names, parsed, named)
     chosen = _choose_position(parsed, allowed)
     if isinstance(chosen, str):
-        return _partly(names, parsed, named, allowed, chosen)
+        return _partly(named, allowed, chosen)
     return _with_copies(names, parsed, chosen)
 
 
@@ -236,13 +236,7 @@ def _choose_position(parsed: list[_Name], allowed: _Allowed) -> list[int | None]
     return f"no number in the names is a different possible rank for every file; {_ADVICE}"
 
 
-def _partly(
-    names: Sequence[str],
-    parsed: list[_Name],
-    named: list[int | None],
-    allowed: _Allowed,
-    why: str,
-) -> RankNames:
+def _partly(named: list[int | None], allowed: _Allowed, why: str) -> RankNames:
     """No reading fits all names: those that say "rank" keep it where it is possible and unique."""
     counts = Counter(named)
     ranks: list[int | None] = []
