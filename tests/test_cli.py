@@ -209,7 +209,7 @@ def test_json_is_the_report_and_nothing_else(
 def test_progress_is_plain_lines_on_stderr(fake: Callable[..., list[Call]]) -> None:
     fake()
     done = invoke("scan", "x")
-    assert done.stderr.splitlines() == ["dl2gpu: read 0/2", "dl2gpu: read 2/2"]
+    assert done.stderr.splitlines() == ["dl2gpu: read 0%", "dl2gpu: read 100%"]
     assert "dl2gpu: read" not in done.stdout
     assert invoke("scan", "x", "--quiet").stderr == ""
     assert "1. inverted-a: cycle" in invoke("scan", "x", "--quiet").stdout

@@ -12,7 +12,7 @@ from typing import Final
 __all__ = ["Callback", "progress"]
 
 Callback = Callable[[str, int, int], None]
-"""``(stage, done, total)``; may be called from several threads."""
+"""``(stage, done, total)`` in whatever unit; may be called from several threads."""
 
 _EVERY_S: Final = 5.0  # at most so often a plain line within one stage
 
@@ -29,14 +29,14 @@ def progress(*, quiet: bool = False) -> Iterator[Callback | None]:
 
 
 def _bar() -> Iterator[Callback]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     from dl2gpu.report.console import console
 
     columns = (
         TextColumn("{task.description:<10}", markup=False),
         BarColumn(),
-        MofNCompleteColumn(),
+        TaskProgressColumn(),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
@@ -62,6 +62,7 @@ def _lines() -> Callback:
             if stage in last and done < total and now - last[stage] < _EVERY_S:
                 return
             last[stage] = now
-            print(f"dl2gpu: {stage} {done}/{total}", file=sys.stderr, flush=True)  # noqa: T201
+            percent = 100 if total == 0 else 100 * done // total
+            print(f"dl2gpu: {stage} {percent}%", file=sys.stderr, flush=True)  # noqa: T201
 
     return show

@@ -32,9 +32,9 @@ def test_plain_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "dl2gpu: read 0/1000",
-        "dl2gpu: read 1000/1000",
-        "dl2gpu: analyse 0/2",
+        "dl2gpu: read 0%",
+        "dl2gpu: read 100%",
+        "dl2gpu: analyse 0%",
     ]
 
 
@@ -48,9 +48,9 @@ def test_plain_lines_come_again_after_a_while(
         for done in range(7):
             show("read", done, 100)
     assert [line.split()[-1] for line in capsys.readouterr().err.splitlines()] == [
-        "0/100",
-        "3/100",
-        "6/100",
+        "0%",
+        "3%",
+        "6%",
     ]
 
 
@@ -70,7 +70,7 @@ def test_bar_on_a_terminal_from_threads(monkeypatch: pytest.MonkeyPatch) -> None
             thread.join()
     text = terminal.getvalue()
     assert "[red]read" in text  # a stage is no markup
-    assert "50/50" in text
+    assert "100%" in text
 
 
 def test_an_error_passes_through() -> None:
