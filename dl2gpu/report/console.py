@@ -192,7 +192,7 @@ def facts(finding: Mapping[str, Any], places: int = _PLACES) -> Iterator[tuple[s
     if finding["reason"]:
         yield "reason", safe(finding["reason"])
     if finding["condition"]:
-        yield "only if", safe(finding["condition"])
+        yield "condition", safe(finding["condition"])
     if finding["probability"] is not None:
         yield "probability", f"{finding['probability']:.3g}"
     if finding["stopped_at_ns"] is not None:

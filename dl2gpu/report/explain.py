@@ -14,13 +14,14 @@ from rich.text import Text
 from dl2gpu.report.console import COLOURS, facts, grid, job_labels
 from dl2gpu.report.model import Report
 from dl2gpu.report.save import ReportError, canonical, gravity
-from dl2gpu.report.words import MEANING, operation, place, ranks, safe
+from dl2gpu.report.words import MEANING, fold, operation, place, ranks, safe
 
 __all__ = ["choose", "explain"]
 
 _LAST: Final = "last_operations"
 _RANKS: Final = 64  # ranks whose last operations are listed
 _DEPTH: Final = 6
+_VALUES: Final = 32  # numbers of one list
 _LINES: Final = 400
 
 
@@ -148,13 +149,17 @@ def _line(op: object) -> str:
     return f"{seq}{operation(op)}{extra}"
 
 
-def _flat(value: object) -> str:
+def _flat(value: object, key: str = "") -> str:
+    """Plain values on one line; a list of ranks is folded, a flat object is "key value, ..."."""
     if isinstance(value, list) and value and all(type(v) is int for v in value):
-        return safe(
-            "[" + ", ".join(map(str, value[:32])) + (", ..." if len(value) > 32 else "") + "]"
-        )
+        if key.endswith("ranks"):
+            return fold(value)
+        more = f", ... ({len(value)} in all)" if len(value) > _VALUES else ""
+        return f"[{', '.join(map(str, value[:_VALUES]))}{more}]"
+    if isinstance(value, dict) and not any(_nested(v) for v in value.values()):
+        return ", ".join(f"{safe(k, 80)} {_flat(v, k)}" for k, v in value.items())
     if isinstance(value, dict | list):
-        return safe(msgspec.json.encode(value).decode())
+        return safe(msgspec.json.encode(value).decode(), 1000)
     return "unknown" if value is None else safe(value)
 
 
@@ -163,22 +168,20 @@ def _tree(value: object, depth: int = 0) -> Iterator[str]:
     pad = "  " * depth
     if isinstance(value, dict):
         for key, inner in value.items():
-            if depth < _DEPTH and _nested(inner):
+            if depth < _DEPTH and inner and (isinstance(inner, dict) or _nested(inner)):
                 yield f"{pad}{safe(key, 80)}:"
                 yield from _tree(inner, depth + 1)
             else:
-                yield f"{pad}{safe(key, 80)}: {_flat(inner)}"
+                yield f"{pad}{safe(key, 80)}: {_flat(inner, key)}"
     elif isinstance(value, list):
-        for inner in value:
-            yield f"{pad}- {_flat(inner)}"
+        yield from (f"{pad}- {_flat(inner)}" for inner in value)
     elif value is not None:
         yield f"{pad}{_flat(value)}"
 
 
 def _nested(value: object) -> bool:
-    return isinstance(value, dict) or (
-        isinstance(value, list) and any(isinstance(v, dict | list) for v in value)
-    )
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(isinstance(v, dict | list) for v in inner)
 
 
 def _others(report: Report, shown: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,6 @@ import threading
 
 import pytest
 
-from dl2gpu.report import progress as module
 from dl2gpu.report.progress import progress
 
 
@@ -42,7 +41,7 @@ def test_plain_lines_come_again_after_a_while(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 1000, 2))
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("dl2gpu.report.progress.time.monotonic", lambda: next(clock))
     with progress() as show:
         assert show is not None
         for done in range(7):
