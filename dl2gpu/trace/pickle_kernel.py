@@ -124,13 +124,13 @@ def _loader(bits: int) -> Any:
 _u8, _u16, _u32, _u64 = _loader(8), _loader(16), _loader(32), _loader(64)
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False)
 def _mix(h: int, value: int, secret: int) -> int:
     h = (h ^ value) * secret
     return h ^ ((h >> 32) & 0xFFFFFFFF)
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False)
 def _intern_text(buf, seed, off, length, strs, table, st):  # type: ignore[no-untyped-def]
     """Number of the string ``buf[off:off+length]``; -1 when the table is full."""
     secret = st[SECRET]
@@ -178,7 +178,7 @@ def _intern_text(buf, seed, off, length, strs, table, st):  # type: ignore[no-un
     return n
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False)
 def _intern_frame(name, filename, line, frames, table, st):  # type: ignore[no-untyped-def]
     """Number of the frame (string number, string number, line); -1 when the table is full."""
     secret = st[SECRET]
@@ -204,7 +204,7 @@ def _intern_frame(name, filename, line, frames, table, st):  # type: ignore[no-u
     return n
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False)
 def _intern_stack(count, stacks, table, pool, st):  # type: ignore[no-untyped-def]
     """Number of the stack whose ``count`` frames lie at the end of ``pool``; -1 when full.
 
@@ -244,15 +244,19 @@ def _intern_stack(count, stacks, table, pool, st):  # type: ignore[no-untyped-de
     return n
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False, forceinline=True)
 def _times(a, b):  # type: ignore[no-untyped-def]
     """Product of two sizes, saturated; negative sizes count as unknown (saturated)."""
-    if a < 0 or b < 0 or (b != 0 and a > SATURATED // b):
+    if 0 <= a < 1 << 31 and 0 <= b < 1 << 31:
+        return a * b
+    if a == 0 or b == 0:
+        return 0
+    if a < 0 or b < 0 or a > SATURATED // b:
         return SATURATED
     return a * b
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False, forceinline=True)
 def _text(buf, n, p, seed, st, mk, mv, strs, stab):  # type: ignore[no-untyped-def]
     """String at ``p``, fetched or new and memoised: (position after it, number); -1 = unexpected."""
     op = _u8(buf, p)
@@ -279,7 +283,7 @@ def _text(buf, n, p, seed, st, mk, mv, strs, stab):  # type: ignore[no-untyped-d
     return p, text
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False, forceinline=True)
 def _put(buf, p, st, mk, mv, kind, value):  # type: ignore[no-untyped-def]
     """Position after an optional BINPUT of (kind, value) at ``p``; -1 = beyond the table."""
     op = _u8(buf, p)
@@ -300,7 +304,7 @@ def _put(buf, p, st, mk, mv, kind, value):  # type: ignore[no-untyped-def]
     return p
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False, forceinline=True)
 def _sizes(buf, n, p, st, numels, rec, row, key):  # type: ignore[no-untyped-def]
     """list[list[int]] at ``p`` into ``rec``: total elements, tensors, elements of each tensor."""
     if _u8(buf, p) != _EMPTY_LIST or _u8(buf, p + 1) != _MARK:
@@ -351,7 +355,7 @@ def _sizes(buf, n, p, st, numels, rec, row, key):  # type: ignore[no-untyped-def
     return -1
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False, forceinline=True)
 def _stack(buf, n, p, seed, st, mk, mv, cont, strs, stab, frames, ftab, stacks, ktab, pool):  # type: ignore[no-untyped-def]
     """List of frames at ``p``: (position after it, stack number); -1 = unexpected."""
     if _u8(buf, p) != _EMPTY_LIST or _u8(buf, p + 1) != _MARK:
@@ -425,7 +429,7 @@ def _stack(buf, n, p, seed, st, mk, mv, cont, strs, stab, frames, ftab, stacks, 
     return -1, 0
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False, forceinline=True)
 def _entry(buf, n, p, seed, st, mk, mv, cont, strs, stab, frames, ftab, stacks, ktab, pool, numels, rec):  # type: ignore[no-untyped-def]
     """Short cut: an entry dict in the writer's own layout, after its MARK at ``p``, into ``rec``.
 
@@ -531,7 +535,7 @@ def _entry(buf, n, p, seed, st, mk, mv, cont, strs, stab, frames, ftab, stacks, 
     return -1
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False)
 def _chunk(target, first, count, st, cont, chunks):  # type: ignore[no-untyped-def]
     """Hang ``heap[first:first+count]`` onto container ``target`` as its next chunk of children."""
     if count == 0:
@@ -550,7 +554,7 @@ def _chunk(target, first, count, st, cont, chunks):  # type: ignore[no-untyped-d
     cont[target, 5] = 0
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False)
 def _collect(base, st, sk, sv, hk, hv):  # type: ignore[no-untyped-def]
     """Move the stack above ``base`` to the heap; returns (first, count)."""
     first = st[N_HEAP]
@@ -563,7 +567,7 @@ def _collect(base, st, sk, sv, hk, hv):  # type: ignore[no-untyped-def]
     return first, count
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False)
 def _container(kind, st, cont):  # type: ignore[no-untyped-def]
     c = st[N_CONT]
     st[N_CONT] = c + 1
@@ -575,7 +579,7 @@ def _container(kind, st, cont):  # type: ignore[no-untyped-def]
     return c
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False)
 def _as_frame(target, st, sk, sv, base, cont, frames, ftab):  # type: ignore[no-untyped-def]
     """Make the empty dict ``target`` a frame if the stack above ``base`` is name, filename, line.
 
@@ -831,7 +835,7 @@ def _walk(buf, seed, st, sk, sv, marks, mk, mv, cont, chunks, hk, hv, strs, stab
     st[REASON] = reason
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False)
 def _numels(target, st, cont, chunks, hk, hv, numels):  # type: ignore[no-untyped-def]
     """Summary of a list of lists of sizes, kept in its container; False when the pool is full."""
     if cont[target, 5] == 1:
@@ -871,7 +875,7 @@ def _numels(target, st, cont, chunks, hk, hv, numels):  # type: ignore[no-untype
     return True
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False)
 def _frames(target, st, cont, chunks, hk, hv, stacks, ktab, pool):  # type: ignore[no-untyped-def]
     """Stack number of a list of frames, kept in its container; False when a table is full."""
     if cont[target, 5] == 3:
@@ -899,7 +903,7 @@ def _frames(target, st, cont, chunks, hk, hv, stacks, ktab, pool):  # type: igno
     return True
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False)
 def _fold_entry(target, st, cont, chunks, hk, hv, stacks, ktab, pool, numels, rec):  # type: ignore[no-untyped-def]
     """One entry dict of the machine into the next row: 1 done, 0 not an entry, -1 a table is full."""
     row = st[N_ROW]
@@ -1060,12 +1064,12 @@ _i2 = types.int64[:, ::1]
 _compile = njit(
     types.void(_bytes, _bytes, _i1, _b1, _i1, _i1, _b1, _i1, _i2, _i2, _b1, _i1, _i2, _i4, _i2, _i4,
                _i2, _i4, _i4, _i1, _i2, types.int64),
-    nogil=True, cache=True,
+    nogil=True, _nrt=False, cache=True,
 )  # fmt: skip
 walk: Any = _compile(_walk)
 _compile_fold = njit(
     types.void(_i1, _b1, _i1, _i1, _i2, _i2, _b1, _i1, _i2, _i4, _i4, _i1, _i2, _i1),
-    nogil=True, cache=True,
+    nogil=True, _nrt=False, cache=True,
 )  # fmt: skip
 fold: Any = _compile_fold(_fold)
-rehash: Any = njit(types.void(_i2, types.int64, _i4), nogil=True, cache=True)(_rehash)
+rehash: Any = njit(types.void(_i2, types.int64, _i4), nogil=True, _nrt=False, cache=True)(_rehash)
