@@ -356,8 +356,7 @@ def _messages(
         k=pl.when(pl.col("role") == ROLE["probe"]).then(pl.col("k") + 1).otherwise(pl.col("k"))
     )
     nodes = (
-        parts.filter(pl.col("role") != ROLE["probe"])
-        .select(*_CHANNEL, "k")
+        parts.select(*_CHANNEL, "k")
         .unique()
         .sort(*_CHANNEL, "k")
         .with_row_index("node", offset=first)
@@ -365,7 +364,10 @@ def _messages(
     )
     parts = parts.join(nodes, on=[*_CHANNEL, "k"], how="left")
     facts = compare_messages(parts)
-    nodes = nodes.join(facts, on="node", how="left").select(
+    nodes = nodes.join(facts, on="node", how="left").with_columns(
+        pl.col("present", "finished").fill_null(0),
+        pl.col("has_send", "has_recv", "blocks", "differs", "cut").fill_null(False),
+    ).select(
         "node", "job", "comm", "k", "src", "dst",
         "present", "differs", "blocks", "finished", "has_send", "has_recv", "cut",
         kind=pl.lit(KIND["message"], pl.Int8),

@@ -15,7 +15,6 @@ from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.matching import KIND, Matching
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Fixpoint, Program
-from dl2gpu.analysis.waitfor import FATE
 
 __all__ = ["clock", "stale_ranks", "standstill", "went_on"]
 
@@ -129,13 +128,14 @@ def standstill(
         .sort("job", "node")
     )
     out: list[Finding] = []
+    certain = {f.job for f in findings if f.deadlocked}
     explained = {f.job for f in findings if f.kind != "insufficient_evidence"}
     for job in nodes["job"].unique().sort():
         old = stale.get(job, set())
         mine = nodes.filter(pl.col("job") == job)
         split = mine.filter(pl.col("finished") > 0)
         held = set(split["ranks"].explode(empty_as_null=False).to_list()) - old if split.height else set()
-        if held:
+        if held and job not in certain:
             at = _events_at(p, split["node"].to_list(), head & pending)
             out.append(
                 _device(p, names, job, held, [e for e in at if int(p.rank_of[e]) in held], fix)
@@ -208,5 +208,3 @@ def clock(m: Matching) -> dict[int, tuple[int | None, float | None]]:
         out[job] = (stopped, hours)
     return out
 
-
-_ = FATE

@@ -34,6 +34,7 @@ class Cause:
         ranks: absent ranks, or the ranks on the cycle (global numbers).
         waiting: global ranks that wait for it, directly or not.
         inferred: the chain to it needs a host block that the record does not show.
+        events: operations at the root that belong to no node (wildcard receives).
     """
 
     job: int
@@ -43,6 +44,7 @@ class Cause:
     ranks: tuple[int, ...]
     waiting: tuple[int, ...]
     inferred: bool
+    events: tuple[int, ...] = ()
 
 
 class _Reach:
@@ -97,12 +99,15 @@ def find_causes(g: Graph) -> list[Cause]:
     def numbers(rows: Array) -> tuple[int, ...]:
         return tuple(sorted(int(x) for x in rank_number[rows]))
 
-    def add(job: int, kind: str, vertices: Array, nodes: Array, absent: tuple[int, ...], inferred: bool) -> None:
+    def add(
+        job: int, kind: str, vertices: Array, nodes: Array, absent: tuple[int, ...], inferred: bool,
+        events: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         lead = reach.into(vertices)
         rows = place_ranks(g, lead)
         rows = rows[rank_job[rows] == job]
         causes.append(
-            Cause(job, kind, vertices, nodes, absent, numbers(rows), inferred)
+            Cause(job, kind, vertices, nodes, absent, numbers(rows), inferred, events)
         )
 
     open_node = g.stuck[g.node0 : g.rank0]
@@ -127,6 +132,22 @@ def find_causes(g: Graph) -> list[Cause]:
         for (job, absent), nodes in sorted(groups.items()):
             at = np.array(nodes)
             add(job, kind, g.node0 + at, at, absent, False)
+
+    # --- wildcard receives that nobody who is left can answer
+    over = (g.dst >= g.rank0) & (g.src < g.node0)
+    over &= g.fate[np.maximum(g.dst - g.rank0, 0)] == FATE["finished"]
+    for job in np.unique(rank_job[g.dst[over] - g.rank0]):
+        mine = over & (rank_job[np.maximum(g.dst - g.rank0, 0)] == job)
+        rows = np.unique(g.dst[mine] - g.rank0)
+        rooted[g.rank0 + rows] = True
+        places = np.unique(g.src[mine])
+        at = np.where(
+            places < g.queue0,
+            g.fix.lane_at[np.minimum(places, g.queue0 - 1)],
+            g.fix.queue_at[np.maximum(places - g.queue0, 0)] if g.node0 > g.queue0 else -1,
+        )
+        events = tuple(sorted(int(e) for e in at))
+        add(int(job), "ended", g.rank0 + rows, np.zeros(0, np.int64), numbers(rows), False, events)
 
     # --- ranks that died, ranks that are alive and free
     into = np.bincount(g.dst, minlength=g.size)[g.rank0 :]

@@ -22,7 +22,7 @@ from dl2gpu.analysis.matching import ROLE
 from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, run
 from dl2gpu.analysis.roots import Cause
 from dl2gpu.analysis.waitfor import Graph
-from dl2gpu.trace.schema import OP
+from dl2gpu.trace.schema import EXIT
 
 __all__ = ["as_potential", "only_unbuffered", "plausible", "smallest_safe_buffer", "still_stuck"]
 
@@ -32,18 +32,28 @@ Array = npt.NDArray[Any]
 def still_stuck(g: Graph, cause: Cause, lenient: Fixpoint) -> bool:
     """Does the cause hold as well where sends are buffered and rooted collectives release early?
 
-    It does if the operations at its root have come there too and still do not complete.
+    It does if the operations at its root have come there too and still do not complete: for a
+    circle all of them, for another root any of them. A rank whose record ends alive, in an operation
+    that blocks its host, was seen standing there: nothing was buffered.
     """
     strict = g.fix
     k = g.program.kernel
+    ranks = g.program.matching.prepared.ranks
+    alive = (ranks["job"] == cause.job) & (ranks["exit"] == EXIT["alive"])
+    if alive.any():
+        return True
+    any_part = cause.kind != "cycle"
+    held = False
     for v in cause.nodes:
         part = k["node_part"][k["node_start"][v] : k["node_start"][v + 1]] >> 1
         standing = part[strict.started[part] & ~strict.completed[part]]
         if not len(standing):
             continue
-        if lenient.completed[standing].any() or not lenient.started[standing].all():
+        stands = lenient.started[standing] & ~lenient.completed[standing]
+        if not any_part and not stands.all():
             return False
-    return True
+        held |= bool(stands.any())
+    return held or not any_part
 
 
 def smallest_safe_buffer(p: Program, job: int, workers: int | None = None) -> int | None:
@@ -85,10 +95,10 @@ def bytes_text(n: int) -> str:
 
 def only_unbuffered(p: Program, f: Finding, workers: int | None) -> Finding:
     """The finding where it holds only under rendezvous (or without early release)."""
-    if f.kind in ("unmatched_p2p", "missing_participant", "mismatch"):
+    if f.kind in ("unmatched_p2p", "mismatch"):
         # wrong under any reading; whether it stops the job depends on the buffers
         return replace(f, deadlocked=None, condition="stops the job only where the send is not buffered")
-    if f.kind not in ("cycle", "order_inversion", "init_cycle"):
+    if f.kind not in ("cycle", "order_inversion", "init_cycle", "missing_participant"):
         return f
     safe = smallest_safe_buffer(p, f.job, workers)
     if safe is not None:
@@ -157,5 +167,3 @@ def plausible(p: Program, calm: Array) -> Iterator[tuple[Scenario, str, Array]]:
             wild,
         )
 
-
-_ = OP

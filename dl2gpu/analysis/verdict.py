@@ -103,10 +103,32 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
             findings += _hidden(p, names, lenient, drafts, stuck)
         calm = np.setdiff1d(planned, stuck).astype(np.int32)
         findings += _potentials(p, names, calm, workers)
+        findings += _unexplained(p, names, fix, findings)
 
     findings += _passed_mismatches(p, names, findings)
     findings = _merge(findings)
     return _conclude(m, names, findings)
+
+
+def _unexplained(p: Program, names: Names, fix: Fixpoint, findings: list[Finding]) -> list[Finding]:
+    """Jobs that stand still without a cause that could be named: never called healthy."""
+    job_of_rank = p.matching.prepared.ranks["job"].to_numpy()
+    stuck = np.unique(job_of_rank[fix.layout.lane_rank[fix.lane_at >= 0]])
+    named = {f.job for f in findings}
+    out = []
+    for job in stuck:
+        if int(job) in named:
+            continue
+        lanes = np.flatnonzero((fix.lane_at >= 0) & (job_of_rank[fix.layout.lane_rank] == job))
+        at = [int(e) for e in fix.lane_at[lanes]]
+        out.append(
+            Finding(
+                job=int(job), kind="insufficient_evidence", evidence="inferred", reason="no_data",
+                victims=tuple(sorted({int(p.rank_of[e]) for e in at})),
+                hangs_at=tuple(names.operation(e) for e in at),
+            )
+        )  # fmt: skip
+    return out
 
 
 def _hidden(
@@ -158,11 +180,12 @@ def _finding(
 
 
 def _parts(p: Program, node: int) -> Array:
-    """Events of a node, probes left out, sorted."""
+    """Events of a node, sorted; probes only where nothing else is there."""
     k = p.kernel
     part = k["node_part"][k["node_start"][node] : k["node_start"][node + 1]]
     events = np.unique(part >> 1)
-    return events[k["role"][events] != ROLE["probe"]]
+    real = k["role"][events] != ROLE["probe"]
+    return events[real] if real.any() else events
 
 
 def _here(p: Program, g: Graph, nodes: Array) -> list[int]:
@@ -188,7 +211,7 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
     at = sorted(set(real) | set(_here(p, g, cause.nodes)))
     ops = {int(op[e]) for e in at}
     del lay
-    unpaired = _unpaired(p, g, cause)
+    unpaired = _unpaired(p, g, cause) or _crossed_tags(p, cause)
     victims = tuple(sorted(set(cause.waiting) - set(cause.ranks)))
     base: dict[str, Any] = {
         "job": cause.job,
@@ -312,6 +335,19 @@ def _unpaired(p: Program, g: Graph, cause: Cause) -> list[int]:
     return sorted(set(out))
 
 
+def _crossed_tags(p: Program, cause: Cause) -> list[int]:
+    """A send and a receive of one pair that would meet but for their tags, both without partner."""
+    nodes = p.matching.nodes
+    lone = nodes[cause.nodes].filter((pl.col("kind") == KIND["message"]) & (pl.col("need") < 0))
+    pair = ["comm", "src", "dst"]
+    both = (
+        lone.filter("has_send").select(*pair, sent="node")
+        .join(lone.filter("has_recv").select(*pair, taken="node"), on=pair)
+    )  # fmt: skip
+    at = both["sent"].to_list() + both["taken"].to_list()
+    return sorted({int(e) for v in at for e in _parts(p, v)})
+
+
 def _exchange(p: Program, g: Graph, e: int) -> list[int]:
     """The batch of an event, else the run of point-to-point operations around it in its lane."""
     lay = g.fix.layout
@@ -381,7 +417,7 @@ def mismatch_at(
         hangs_at=tuple(names.operation(int(e)) for e in here) if blocking else (),
         reason=reason,
         details=details,
-        deadlocked=True if blocking else None,
+        deadlocked=blocking,
     )
 
 
@@ -389,7 +425,7 @@ def _lacking(
     p: Program, names: Names, g: Graph, cause: Cause, level: str, stale: dict[int, set[int]]
 ) -> Finding:
     """The finding of operations that lack ranks: ended, dead, free, or without a record."""
-    here = _here(p, g, cause.nodes)
+    here = sorted({*_here(p, g, cause.nodes), *cause.events})
     present = {int(p.rank_of[e]) for e in here}
     absent = set(cause.ranks)
     victims = tuple(sorted((set(cause.waiting) | present) - absent))
@@ -514,7 +550,7 @@ def _passed_mismatches(p: Program, names: Names, findings: list[Finding]) -> lis
             p, names, job, node, "observed" if states[job] else "proven",
             waiting=(), fix=None, blocking=False,
         )  # fmt: skip
-        out.append(replace(f, details=f.details | {"operations": count}, deadlocked=None))
+        out.append(replace(f, details=f.details | {"operations": count}, deadlocked=False))
     return out
 
 
@@ -554,8 +590,6 @@ def _conclude(m: Matching, names: Names, findings: list[Finding]) -> Analysis:
         verdict[job] = found[0].kind
         claims = [f.deadlocked for f in found]
         dead[job] = True if True in claims else (None if None in claims else False)
-        if all(f.kind == "mismatch" and f.deadlocked is None for f in found):
-            dead[job] = False
         stopped, hours = times.get(job, (None, None))
         for f in found:
             done = replace(

@@ -292,7 +292,8 @@ def rank_fates(p: Program, fix: Fixpoint, lane_stuck: Array, queue_stuck: Array)
     has_work = np.zeros(n, np.bool_)
     has_work[lay.queue_rank[queue_stuck]] = True
     dead = (exits == EXIT["crashed"]) | (exits == EXIT["killed"])
-    dead |= truncated & (exits == EXIT["unknown"])
+    # a record that was cut while being written: the process died writing it
+    dead |= truncated
     fate = np.full(n, FATE["free"], np.int8)
     fate[blocked] = FATE["blocked"]
     fate[dead & ~blocked & ~(has_work & (exits != EXIT["crashed"]))] = FATE["dead"]
