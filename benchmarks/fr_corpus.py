@@ -202,10 +202,9 @@ def _number(value: int | None) -> bytes:
 
 
 def rank_dump(
-    rank: int, layout: Layout, entries: int, depth: int | None = 16, version: Any = (2, 9),
-    late: bool = False,
-) -> bytes:  # fmt: skip
-    """Dump of one rank after ``entries`` records; a ``late`` rank lacks the last step's end."""
+    rank: int, layout: Layout, entries: int, depth: int | None = 16, version: Any = (2, 9)
+) -> bytes:
+    """Dump of one rank after ``entries`` records, in a version from 2.0 on."""
     groups = layout.groups(rank)
     pickler = fr_writer.TorchPickler()
     step = program(layout, rank)
@@ -259,7 +258,6 @@ def rank_dump(
             record += 1
         if record >= entries:
             break
-    del late
     pickler.out = bytearray(b"eu")
     pickler.put()
     out.append(bytes(pickler.out) + b".")
