@@ -200,7 +200,7 @@ def facts(finding: Mapping[str, Any], places: int = _PLACES) -> Iterator[tuple[s
         yield (
             "stopped",
             utc(finding["stopped_at_ns"])
-            + (f", {lost:.2f} GPU-hours lost since" if lost is not None else ""),
+            + (f", {lost:.2g} GPU-hours lost since" if lost else ""),
         )
     if finding["evidence"]:
         yield "evidence", EVIDENCE.get(finding["evidence"], safe(finding["evidence"]))

@@ -144,7 +144,7 @@ def test_summary_gravest_first(report: Report) -> None:
     assert "rank 0 (host) waits in all_to_all #7 of 'shard' for rank 1" in text
     assert "at lab/loop.py:85 in train_step" in text
     assert "parted" in text
-    assert "1.50 GPU-hours lost" in text
+    assert "1.5 GPU-hours lost" in text
     assert "do        Make every rank call it." in text
 
 
