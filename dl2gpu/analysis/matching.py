@@ -17,7 +17,7 @@ import polars as pl
 
 from dl2gpu.analysis.signatures import compare_collectives, compare_messages
 from dl2gpu.analysis.tables import NCCL_LIKE, Prepared, is_collective, prepare
-from dl2gpu.trace.schema import ANY, OP, Trace
+from dl2gpu.trace.schema import ANY, EXIT, FLAG, OP, Trace
 
 __all__ = ["KIND", "ROLE", "Matching", "match", "match_prepared"]
 
@@ -43,11 +43,13 @@ class Matching:
             and ``dst`` (messages), ``present`` (parts there), ``need`` Int32 (arrivals until it is
             ready; -1: never, a part is missing), ``differs`` and ``blocks`` Boolean (signatures
             disagree; and so that it cannot complete), ``finished`` Int32 (parts recorded complete).
+        late: (node, rank) of members that came after another member had given up.
     """
 
     prepared: Prepared
     events: pl.DataFrame
     nodes: pl.DataFrame
+    late: pl.DataFrame
 
 
 def match(trace: Trace) -> Matching:
@@ -62,7 +64,15 @@ def match_prepared(p: Prepared) -> Matching:
     parts, message_nodes, boxes = _messages(p, first=n)
     events = _attach(p.events, collectives, parts, boxes)
     nodes = pl.concat([coll_nodes, message_nodes], how="diagonal").sort("node")
-    return Matching(p, events, nodes)
+    late = _late(p, events)
+    if late.height:
+        nodes = nodes.with_columns(
+            need=pl.when(pl.col("node").is_in(late["node"].unique().to_list()))
+            .then(-1)
+            .otherwise("need")
+            .cast(pl.Int32)
+        )
+    return Matching(p, events, nodes, late)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -83,9 +93,15 @@ def _ordinals(p: Prepared) -> pl.LazyFrame:
             "i", "r", "job", "rank", "comm", "op", "root", "bytes", "count", "count_out", "dtype",
             "reduce_op", "new_comm", "split", "flags", "done", "ordinal",
         )
-        .join(p.jobs.lazy().select("job", "semantics"), on="job", how="left")
+        .join(p.jobs.lazy().select("job", "semantics", "source"), on="job", how="left")
         .join(p.comms.lazy().select("comm", "size"), on="comm", how="left")
         .with_columns(
+            # Flight Recorder writes all_to_all with uneven splits under the same name
+            flags=pl.when(
+                (pl.col("op") == OP["all_to_all"]) & (pl.col("source") == "flight_recorder")
+            )
+            .then(pl.col("flags") | FLAG["sizes_incomparable"])
+            .otherwise("flags"),
             empty=(pl.col("semantics") == NCCL_LIKE)
             & ((pl.col("count") == 0) & (pl.col("count_out").fill_null(0) == 0)).fill_null(False)
         )
@@ -263,6 +279,40 @@ def passed_members(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
             ((pl.col("first") > pl.col("k")) | (pl.col("completed") >= pl.col("k"))).fill_null(False)
         )
         .select("node", "rank")
+        .collect()
+    )
+
+
+_GAVE_UP_NS: Final = 1_000_000_000
+"""Clocks of two hosts are trusted to this much when one member's end is set against another's call."""
+
+
+def _late(p: Prepared, events: pl.DataFrame) -> pl.DataFrame:
+    """(node, rank) of members that issued their part after another member's record had ended.
+
+    Only where no states are recorded, and for ranks whose record ends alive (it was cut at an error,
+    a timeout mostly): an operation that such a rank waited in cannot have completed later.
+    """
+    empty = pl.DataFrame(schema={"node": pl.Int32, "rank": pl.Int32})
+    ends = p.ranks.filter((pl.col("exit") == EXIT["alive"]) & pl.col("t_last").is_not_null())
+    jobs = p.jobs.filter(~pl.col("states") & pl.col("last_created").is_not_null())
+    ends = ends.join(jobs.select("job"), on="job", how="semi")
+    if ends.is_empty():
+        return empty
+    parts = (
+        events.lazy()
+        .join(jobs.lazy().select("job"), on="job", how="semi")
+        .filter((pl.col("node") >= 0) & is_collective(pl.col("op")))
+        .select("node", "rank", "r", "t_created")
+        .join(ends.lazy().select("r", "t_last"), on="r", how="left")
+    )
+    gone = parts.group_by("node").agg(gone=pl.col("t_last").min())
+    return (
+        parts.join(gone, on="node")
+        .filter((pl.col("t_created") > pl.col("gone") + _GAVE_UP_NS).fill_null(False))
+        .select("node", "rank")
+        .unique()
+        .sort("node", "rank")
         .collect()
     )
 

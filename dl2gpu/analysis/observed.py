@@ -16,7 +16,7 @@ from dl2gpu.analysis.matching import KIND, Matching
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Fixpoint, Program
 
-__all__ = ["clock", "stale_ranks", "standstill", "went_on"]
+__all__ = ["clock", "snapshot", "stale_ranks", "standstill", "went_on"]
 
 Array = npt.NDArray[Any]
 
@@ -70,17 +70,21 @@ def stale_ranks(p: Program) -> dict[int, set[int]]:
 
 
 def went_on(p: Program, job: int, absent: set[int], here: list[int]) -> bool:
-    """Did the absent ranks issue operations after the others had begun to wait for them?
+    """Did the absent ranks work on after the others had begun to wait for them?
 
-    All of them, by the recorded times, and on communicators that none of the waiting ranks shares.
+    All of them, by the recorded times: issued after the first of the others had come, and completed
+    after the last; and on communicators that none of the waiting ranks shares.
     """
     events = p.matching.events
     waiting = events[here]
-    since = waiting["t_created"].max()
-    if since is None or not absent:
+    first, last = waiting["t_created"].min(), waiting["t_created"].max()
+    if first is None or not absent:
         return False
     own = events.filter(
-        (pl.col("job") == job) & pl.col("rank").is_in(sorted(absent)) & (pl.col("t_created") > since)
+        (pl.col("job") == job)
+        & pl.col("rank").is_in(sorted(absent))
+        & (pl.col("t_created") > first)
+        & (pl.col("t_completed") > last)
     )
     if own["rank"].n_unique() < len(absent):
         return False
@@ -90,6 +94,16 @@ def went_on(p: Program, job: int, absent: set[int], here: list[int]) -> bool:
         if ranks & set(members):
             return False
     return True
+
+
+def snapshot(p: Program, job: int) -> bool:
+    """Is the record one that is taken on request, and knows neither waits nor all operations?
+
+    Recorders of host backends (gloo) have no watchdog that dumps at a timeout, and keep no point to
+    point and no group creation. That a rank is behind when such a record is taken says nothing.
+    """
+    row = p.matching.prepared.jobs.row(job, named=True)
+    return not row["waits"] and not row["p2p"]
 
 
 def standstill(
@@ -133,7 +147,7 @@ def standstill(
     for job in nodes["job"].unique().sort():
         old = stale.get(job, set())
         mine = nodes.filter(pl.col("job") == job)
-        split = mine.filter(pl.col("finished") > 0)
+        split = mine.filter((pl.col("finished") > 0) | (pl.col("passed") > 0))
         held = set(split["ranks"].explode(empty_as_null=False).to_list()) - old if split.height else set()
         if held and job not in certain:
             at = _events_at(p, split["node"].to_list(), head & pending)
@@ -143,7 +157,7 @@ def standstill(
             continue
         if job in explained:
             continue
-        whole = mine.filter((pl.col("finished") == 0) & (pl.col("standing") >= pl.col("present")))
+        whole = mine.filter((pl.col("finished") == 0) & (pl.col("passed") == 0) & (pl.col("standing") >= pl.col("present")))
         at = [e for e in _events_at(p, whole["node"].to_list(), head & pending) if int(p.rank_of[e]) not in old]
         if not at or (old and mine.height):
             continue

@@ -28,7 +28,7 @@ class Cause:
     """One reason why a job does not move.
 
     Attributes:
-        job: its number. kind: "cycle", "mismatch", "ended", "no_record", "dead" or "free".
+        job: its number. kind: "cycle", "mismatch", "ended", "no_record", "late", "dead" or "free".
         vertices: the cycle's or the root's vertices.
         nodes: operations at the root (for a cycle: those inside it).
         ranks: absent ranks, or the ranks on the cycle (global numbers).
@@ -119,8 +119,9 @@ def find_causes(g: Graph) -> list[Cause]:
         rooted[g.node0 + v] = True
         add(int(node_job[v]), "mismatch", np.array([g.node0 + v]), np.array([v]), (), False)
 
-    # --- ranks that have ended, and ranks without a record
-    for kind, fate in (("ended", FATE["finished"]), ("no_record", FATE["no_record"])):
+    # --- ranks that have ended, ranks without a record, ranks that came too late
+    for kind in ("finished", "no_record", "late"):
+        fate = FATE[kind]
         rows = g.absent.filter(pl.col("fate") == fate)
         if rows.is_empty():
             continue
@@ -131,7 +132,8 @@ def find_causes(g: Graph) -> list[Cause]:
             rooted[g.node0 + v] = True
         for (job, absent), nodes in sorted(groups.items()):
             at = np.array(nodes)
-            add(job, kind, g.node0 + at, at, absent, False)
+            name = "ended" if kind == "finished" else kind
+            add(job, name, g.node0 + at, at, absent, False)
 
     # --- wildcard receives that nobody who is left can answer
     over = (g.dst >= g.rank0) & (g.src < g.node0)

@@ -66,6 +66,7 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
     by_states = m.prepared.jobs["states"].to_numpy().astype(bool)
     everyone = np.arange(len(by_states), dtype=np.int32)
     findings: list[Finding] = []
+    open_jobs: set[int] = set()
 
     # post-mortem evidence: completed operations are facts, and states decide about buffering
     seen = everyone[by_states]
@@ -75,7 +76,10 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
         causes = find_causes(graph)
         stale = observed.stale_ranks(p)
         for cause in causes:
-            findings += _finding(p, names, graph, cause, "observed", stale)
+            made = _finding(p, names, graph, cause, "observed", stale)
+            findings += made
+            if not made:
+                open_jobs.add(cause.job)
         findings += observed.standstill(p, names, fix, findings, stale)
 
     # program order: the replay decides; then the readings that the order leaves open
@@ -107,7 +111,7 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
 
     findings += _passed_mismatches(p, names, findings)
     findings = _merge(findings)
-    return _conclude(m, names, findings)
+    return _conclude(m, findings, open_jobs)
 
 
 def _unexplained(p: Program, names: Names, fix: Fixpoint, findings: list[Finding]) -> list[Finding]:
@@ -176,7 +180,8 @@ def _finding(
         return [_cycle(p, names, g, cause, level)]
     if cause.kind == "mismatch":
         return [_mismatch(p, names, g, cause, level)]
-    return [_lacking(p, names, g, cause, level, stale)]
+    found = _lacking(p, names, g, cause, level, stale)
+    return [] if found is None else [found]
 
 
 def _parts(p: Program, node: int) -> Array:
@@ -240,15 +245,37 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
     else:
         kind = "cycle"
     first = min(at, key=lambda e: (int(names.column("rank")[e]), e)) if at else None
+    culprits, victims = _sides(p, g, cause, victims)
     reason = "host_blocked" if cause.inferred or any(s["place"] == "host" for s in steps) else "other_group"
     return Finding(
         kind=kind,
-        culprits=cause.ranks,
+        culprits=culprits,
         victims=victims,
         first_divergence=names.operation(first) if first is not None else None,
         reason=reason,
         **base,
     )
+
+
+def _sides(
+    p: Program, g: Graph, cause: Cause, victims: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Culprits and victims of a circle: all ranks on it, or the few against the many.
+
+    Where two collectives stand against each other and one has a minority of the ranks, that
+    minority left the common order; the others stand where the program led all of them.
+    """
+    kinds = p.matching.nodes["kind"].to_numpy()[cause.nodes]
+    sides = [
+        {int(p.rank_of[e]) for e in _here(p, g, np.array([v]))} & set(cause.ranks)
+        for v in cause.nodes
+    ]
+    sides = [s for s in sides if s]
+    if len(sides) == 2 and (kinds != KIND["message"]).all() and not sides[0] & sides[1]:
+        few, many = sorted(sides, key=len)
+        if 2 * len(few) < len(many):
+            return tuple(sorted(few)), tuple(sorted((set(victims) | set(cause.ranks)) - few))
+    return cause.ranks, victims
 
 
 def _cycle_places(p: Program, names: Names, g: Graph, cause: Cause) -> tuple[dict[str, Any], ...]:
@@ -423,7 +450,7 @@ def mismatch_at(
 
 def _lacking(
     p: Program, names: Names, g: Graph, cause: Cause, level: str, stale: dict[int, set[int]]
-) -> Finding:
+) -> Finding | None:
     """The finding of operations that lack ranks: ended, dead, free, or without a record."""
     here = sorted({*_here(p, g, cause.nodes), *cause.events})
     present = {int(p.rank_of[e]) for e in here}
@@ -446,6 +473,12 @@ def _lacking(
         return replace(
             base, kind="crashed_rank", culprits=tuple(sorted(absent)), reason="crashed", deadlocked=False
         )
+    if cause.kind == "late":
+        few = len(absent) < len(present - absent)
+        return replace(
+            base, kind="stalled_rank", culprits=tuple(sorted(absent)) if few else (),
+            reason="stalled", evidence="observed", deadlocked=False,
+        )  # fmt: skip
     if cause.kind == "ended":
         return _ended(p, names, g, cause, base, here, only_messages)
     return _free(p, names, g, cause, base, here, only_messages, stale)
@@ -500,9 +533,11 @@ def _ended(
 def _free(
     p: Program, names: Names, g: Graph, cause: Cause, base: Finding, here: list[int], messages: bool,
     stale: dict[int, set[int]],
-) -> Finding:  # fmt: skip
+) -> Finding | None:  # fmt: skip
     """Ranks that are alive with nothing pending, while others wait for them."""
     absent = set(cause.ranks)
+    if observed.snapshot(p, cause.job):
+        return None
     if absent & stale.get(cause.job, set()):
         return replace(
             base, kind="insufficient_evidence", reason="no_data", evidence="inferred", victims=(),
@@ -530,11 +565,7 @@ def _passed_mismatches(p: Program, names: Names, findings: list[Finding]) -> lis
     m = p.matching
     states = m.prepared.jobs["states"].to_numpy().astype(bool)
     nodes = m.nodes.filter(
-        pl.col("differs")
-        & (
-            ~pl.col("blocks")
-            | (pl.col("finished") == pl.col("present"))
-        )
+        pl.col("differs") & (~pl.col("blocks") | (pl.col("finished") == pl.col("present")))
     )
     if nodes.is_empty():
         return []
@@ -575,12 +606,13 @@ def _merge(findings: list[Finding]) -> list[Finding]:
     return list(out.values())
 
 
-def _conclude(m: Matching, names: Names, findings: list[Finding]) -> Analysis:
+def _conclude(m: Matching, findings: list[Finding], open_jobs: set[int]) -> Analysis:
+    """Verdicts; ``open_jobs`` are those in which ranks wait and the record does not say why."""
     jobs = m.prepared.jobs
     times = observed.clock(m)
     rows: list[dict[str, Any]] = []
     verdict = ["healthy"] * jobs.height
-    dead: list[bool | None] = [False] * jobs.height
+    dead: list[bool | None] = [None if j in open_jobs else False for j in range(jobs.height)]
     findings = sorted(findings, key=lambda f: (f.job, _GRAVITY.index(f.kind), f.culprits, f.fingerprint))
     by_job: dict[int, list[Finding]] = {}
     for f in findings:

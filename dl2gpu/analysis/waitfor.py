@@ -31,7 +31,7 @@ __all__ = ["FATE", "Graph", "build_graph", "components"]
 
 Array = npt.NDArray[Any]
 
-FATE: Final = {"present": 0, "finished": 1, "dead": 2, "free": 3, "blocked": 4, "no_record": 5}
+FATE: Final = {"present": 0, "finished": 1, "dead": 2, "free": 3, "blocked": 4, "no_record": 5, "late": 6}
 """What a rank is doing whose operation a node lacks."""
 
 
@@ -257,19 +257,23 @@ def _absent(
     )
     out = (
         pl.concat([members, message])
+        .join(p.matching.late, on="node", how="anti")
         .join(ranks.select("job", "rank", pl.col("r").cast(pl.Int64)), on=["job", "rank"], how="left")
         .select("node", "rank", "r")
     )
     known = out["r"].fill_null(0).to_numpy()
-    return (
+    late = p.matching.late.filter(pl.col("node").is_in(nodes)).select(
+        "node", "rank", r=pl.lit(None, pl.Int64), fate=pl.lit(FATE["late"], pl.Int8)
+    )
+    found = (
         out.with_columns(
             fate=pl.when(pl.col("r").is_null())
             .then(FATE["no_record"])
             .otherwise(pl.Series(fate[known] if len(fate) else np.zeros(len(known), np.int8)))
             .cast(pl.Int8)
-        ).sort("node", "rank"),
-        fate,
+        )
     )
+    return pl.concat([found, late]).sort("node", "rank"), fate
 
 
 def rank_fates(p: Program, fix: Fixpoint, lane_stuck: Array, queue_stuck: Array) -> Array:
@@ -351,7 +355,9 @@ def hopeful(g: Graph, with_inferred: bool) -> Array:
     hope = np.zeros(g.size, np.bool_)
     hope[g.rank0:] = (g.fate == FATE["free"]) & (out[g.rank0:] == 0)
     rooted = np.zeros(g.size, np.bool_)
-    ends = g.absent.filter(pl.col("fate").is_in([FATE["finished"], FATE["no_record"]]))
+    ends = g.absent.filter(
+        pl.col("fate").is_in([FATE["finished"], FATE["no_record"], FATE["late"]])
+    )
     rooted[g.node0 + ends["node"].to_numpy().astype(np.int64)] = True
     while True:
         good = np.bincount(src[hope[dst]], minlength=g.size)
