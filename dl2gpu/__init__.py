@@ -14,6 +14,8 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any, Final
 
+from dl2gpu.engine.compiled import find_cache
+
 if TYPE_CHECKING:
     from dl2gpu.report.model import Report as Report
     from dl2gpu.scan import scan as scan
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Report", "__version__", "read_trace", "scan"]
 
 __version__ = "0.1.0"
+
+find_cache()
 
 _HOME: Final = {
     "Report": "dl2gpu.report.model",
