@@ -2,8 +2,8 @@
 
 Numba keeps them beside the source or in the user's cache folder, and refuses to compile at all
 where it may write in neither: a package installed by root, run by a user without a home (a
-container, a service). For these there is a private folder among the temporary ones. Kernels are loaded
-by unpickling, so a folder in which somebody else could have put something is never used.
+container, a service). For these there is a private folder among the temporary ones. Kernels are
+loaded by unpickling, so a folder in which somebody else could have put something is never used.
 """
 
 from __future__ import annotations
