@@ -172,13 +172,13 @@ def _collectives(p: Prepared) -> tuple[pl.DataFrame, pl.DataFrame]:
     nodes = nodes.sort("node").with_row_index("new")
     events = (
         coll_frame.lazy()
-        .join(nodes.lazy().select("node", "new"), on="node", how="left")
+        .join(nodes.lazy().select("node", "new", top="root"), on="node", how="left")
         .select(
             "i",
             node=pl.col("new").cast(pl.Int32),
             role=pl.when(
                 (pl.col("op").is_between(OP["broadcast"], OP["gather_v"]))
-                & (pl.col("root") == pl.col("rank"))
+                & (pl.coalesce("root", "top") == pl.col("rank"))
             )
             .then(ROLE["root"])
             .otherwise(ROLE["member"])
@@ -188,7 +188,7 @@ def _collectives(p: Prepared) -> tuple[pl.DataFrame, pl.DataFrame]:
         )
         .collect()
     )
-    return events, nodes.drop("node").rename({"new": "node"}).with_columns(pl.col("node").cast(pl.Int32))
+    return events, nodes.drop("node", "root").rename({"new": "node"}).with_columns(pl.col("node").cast(pl.Int32))
 
 
 def _needs(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
@@ -347,7 +347,19 @@ def _message_parts(p: Prepared) -> pl.LazyFrame:
     recvs = p2p.filter(op == OP["recv"]).select(
         *common, src=matched, dst=here, tag=matched_tag, role=pl.lit(ROLE["recv"], pl.Int8)
     )
-    second = p2p.filter(op == OP["sendrecv"]).select(
+    # its receive may be of another length than its send
+    ratio = pl.col("bytes") // pl.col("count")
+    second = (
+        p2p.filter(op == OP["sendrecv"])
+        .with_columns(
+            bytes=pl.when(pl.col("count_out").is_null())
+            .then("bytes")
+            .when(pl.col("count") > 0)
+            .then(pl.col("count_out") * ratio)
+            .otherwise(None),
+            count=pl.coalesce("count_out", "count"),
+        )
+    ).select(
         *common,
         src=pl.coalesce("recv_peer", "peer"),
         dst=here,

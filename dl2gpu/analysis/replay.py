@@ -210,41 +210,65 @@ def _wait_pairs(m: Matching, is_wait: Array, stream: Array) -> pl.DataFrame:
     e = m.events
     waits = e.filter(pl.Series(is_wait))
     named = (
-        waits.select("i", "r", request="requests")
+        waits.select("i", "r", "lane", request="requests")
         .explode("request", empty_as_null=False)
         .filter(pl.col("request").is_not_null())
         .unique()
     )
     if named.height:
-        # the request's nearest earlier event in the same rank: sort, then carry the last one forward
-        both = pl.concat(
-            [
-                e.filter(pl.col("request").is_not_null() & ~pl.Series(is_wait)).select(
-                    "i", "r", "request", wait=pl.lit(None, pl.UInt32)
-                ),
-                named.select("i", "r", "request", wait="i"),
-            ]
-        ).sort("r", "request", "i")
-        carried = both.with_columns(
-            target=pl.when(pl.col("wait").is_null()).then("i").forward_fill(),
-            owner=pl.when(pl.col("wait").is_null())
-            .then(pl.struct("r", "request").hash(7))
-            .forward_fill(),
-        )
-        pairs = carried.filter(
-            pl.col("wait").is_not_null() & (pl.col("owner") == pl.struct("r", "request").hash(7))
-        ).select("wait", "target")
+        pairs = _named_pairs(e.filter(pl.col("request").is_not_null() & ~pl.Series(is_wait)), named)
     on_stream = is_wait & (stream >= 0) & _waits_for_all(e)
     if on_stream.any():
         # rare: everything issued before it in its lane
         all_of = (
             e.filter(pl.Series(on_stream)).select("r", "lane", wait="i")
-            .join(e.filter(~pl.Series(is_wait)).select("r", "lane", target="i"), on=["r", "lane"])
+            .join(
+                e.filter(pl.col("stream").is_not_null() | ~pl.col("blocking"))
+                .select("r", "lane", target="i"),
+                on=["r", "lane"],
+            )
             .filter(pl.col("target") < pl.col("wait"))
             .select("wait", "target")
         )  # fmt: skip
         pairs = pl.concat([pairs, all_of])
     return pairs
+
+
+def _named_pairs(requests: pl.DataFrame, named: pl.DataFrame) -> pl.DataFrame:
+    """(wait, target): the nearest earlier event of the lane with the request's id, else the last
+    one of another lane of the rank. A request that nobody has is left out.
+    """
+    # sort, then carry the last request forward to the waits behind it
+    key = pl.struct("r", "lane", "request").hash(7)
+    carried = (
+        pl.concat(
+            [
+                requests.select("i", "r", "lane", "request", wait=pl.lit(None, pl.UInt32)),
+                named.select("i", "r", "lane", "request", wait="i"),
+            ]
+        )
+        .sort("r", "lane", "request", "i")
+        .with_columns(
+            target=pl.when(pl.col("wait").is_null()).then("i").forward_fill(),
+            owner=pl.when(pl.col("wait").is_null()).then(key).forward_fill(),
+        )
+        .filter(pl.col("wait").is_not_null())
+        .with_columns(target=pl.when(pl.col("owner") == key).then("target"))
+    )
+    here = carried.filter(pl.col("target").is_not_null()).select("wait", "target")
+    lost = carried.filter(pl.col("target").is_null())
+    if lost.is_empty():
+        return here
+    latest = requests.group_by("r", "request", "lane").agg(target=pl.col("i").max())
+    elsewhere = (
+        lost.select("wait", "r", "lane", "request")
+        .join(latest.rename({"lane": "other"}), on=["r", "request"])
+        .filter(pl.col("lane") != pl.col("other"))
+        .group_by("wait", "request")
+        .agg(pl.col("target").max())
+        .select("wait", "target")
+    )
+    return pl.concat([here, elsewhere])
 
 
 def layout(p: Program, scenario: Scenario) -> Layout:

@@ -134,9 +134,9 @@ def bucket(key: Any, n_keys: Any) -> Any:
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _satisfy(sats: Any, n: Any, satisfied: Any, part: Any) -> Any:
-    """Puts a part on the stack of satisfied parts, once. Bits 0, 1: satisfied; 2, 3: on the stack."""
-    e = part >> 1
-    bit = np.uint8(4 << (part & 1))
+    """Puts a part on the stack of satisfied parts, once. ``part``: 4 event + 2 layer + half."""
+    e = part >> 2
+    bit = np.uint8(1 << (part & 3))
     if satisfied[e] & bit:
         return n
     satisfied[e] |= bit
@@ -164,14 +164,18 @@ def run(
     lane. ``wait_left`` int32[n] is consumed. ``node_part`` lists the parts of a node as
     ``2 * event + half``. ``lane_at``/``queue_at`` int32: where each place stands at the fixpoint,
     -1 at its end. ``partner`` int32[n]: the event a wildcard receive (or its send) was matched with.
+
+    Arrivals are counted in two layers. Layer 1 is what partners see. Where batches are atomic, a
+    member of a batch shows itself there only when each part of its batch would be satisfied by
+    partners that have started; layer 0 finds that out, and exists for that reading only.
     """
     widest = 0
     for j in jobs:
         widest = max(widest, job_event[j + 1] - job_event[j])
     n_lanes = len(lane_first)
     n_agents = n_lanes + len(queue_first)
-    starts = np.empty(widest + 1, np.int32)
-    sats = np.empty(2 * widest + 2, np.int64)  # each part is put there once
+    starts = np.empty(3 * widest + 3, np.int64)  # 2 * event + layer; 2 layers, and once to start
+    sats = np.empty(4 * widest + 4, np.int64)  # each part is put there once in each layer
     comps = np.empty(widest + 1, np.int32)
     most = 0
     for j in jobs:
@@ -184,10 +188,9 @@ def run(
     unit_ready = np.zeros(len(unit_first), np.int32)
     unit_left = np.zeros(len(unit_first), np.int32)
     unit_total = np.zeros(len(unit_first), np.int32)  # parts of the batch
-    unit_met = np.zeros(len(unit_first), np.int32)  # parts whose partners have all come
-    node_able = np.zeros(len(node_kind), np.int32)  # parts that no incomplete batch holds back
-    arrived = np.zeros(len(node_kind), np.int32)
-    root_in = np.zeros(len(node_kind), np.bool_)
+    unit_met = np.zeros(len(unit_first), np.int32)  # parts satisfied in layer 0
+    arrived = np.zeros((2, len(node_kind)), np.int32)
+    root_in = np.zeros((2, len(node_kind)), np.bool_)
     outstanding = np.zeros(n_lanes, np.int32)
     forced = np.full(n_lanes, -1, np.int32)  # last event of the lane known to be passed
 
@@ -225,14 +228,13 @@ def run(
                 unit_left[u] -= parts_left[e]
                 unit_met[u] += parts_left[e]
             parts_left[e] = 0
-            if node1[e] >= 0 and role[e] != PROBE:
-                arrived[node1[e]] += 1
-                node_able[node1[e]] += 1
-                if role[e] == ROOT or role[e] == SEND:
-                    root_in[node1[e]] = True
-            if node2[e] >= 0:
-                arrived[node2[e]] += 1
-                node_able[node2[e]] += 1
+            for layer in range(2):
+                if node1[e] >= 0 and role[e] != PROBE:
+                    arrived[layer, node1[e]] += 1
+                    if role[e] == ROOT or role[e] == SEND:
+                        root_in[layer, node1[e]] = True
+                if node2[e] >= 0:
+                    arrived[layer, node2[e]] += 1
             for x in range(dep_start[e], dep_start[e + 1]):
                 wait_left[dep_wait[x]] -= 1
         for lane in range(job_lane[j], job_lane[j + 1]):
@@ -254,7 +256,7 @@ def run(
                     continue
                 completed[e] = True
                 lane = lane_of[e]
-                if wait_kind[e] == 0:
+                if queue_of[e] >= 0 or not host_blocks[e]:
                     outstanding[lane] -= 1
                 at = lane_at[lane]
                 if at >= 0 and not waiting[lane]:
@@ -278,11 +280,19 @@ def run(
                             n_agent += 1
             elif n_sat > 0:
                 n_sat -= 1
-                e = sats[n_sat] >> 1
-                half = np.uint8(1 + (sats[n_sat] & 1))
-                if satisfied[e] & half:
+                e = sats[n_sat] >> 2
+                if not sats[n_sat] & 2:
+                    u = unit_of[e]
+                    if u >= 0:
+                        unit_met[u] += 1
+                        if unit_met[u] == unit_total[u]:
+                            x = unit_first[u]
+                            while x >= 0 and unit_of[x] == u:
+                                if not done[x]:
+                                    starts[n_start] = 2 * x + 1
+                                    n_start += 1
+                                x = lane_next[x]
                     continue
-                satisfied[e] |= half
                 parts_left[e] -= 1
                 u = unit_of[e]
                 if u < 0:
@@ -300,87 +310,66 @@ def run(
                             x = lane_next[x]
             elif n_start > 0:
                 n_start -= 1
-                e = starts[n_start]
-                if started[e]:
-                    continue
-                started[e] = True
+                e = starts[n_start] >> 1
+                layer = starts[n_start] & 1
+                u = unit_of[e]
+                if not started[e]:
+                    started[e] = True
+                    if parts_left[e] == 0:
+                        if u < 0 or unit_left[u] == 0:
+                            comps[n_comp] = e
+                            n_comp += 1
+                        continue
+                    layer = 0 if atomic else 1
+                    if atomic and u < 0:
+                        starts[n_start] = 2 * e + 1
+                        n_start += 1
                 if parts_left[e] == 0:
-                    u = unit_of[e]
-                    if u < 0:
-                        comps[n_comp] = e
-                        n_comp += 1
-                    elif unit_left[u] == 0:
-                        comps[n_comp] = e
-                        n_comp += 1
                     continue
+                code = 4 * e + 2 * layer
                 for half in range(2):
                     v = node1[e] if half == 0 else node2[e]
                     kind = role[e] if half == 0 else RECV
                     if kind == SEND and half == 0 and eager[e]:
                         # rule 5, buffered: a send needs nobody
-                        n_sat = _satisfy(sats, n_sat, satisfied, 2 * e)
+                        n_sat = _satisfy(sats, n_sat, satisfied, code)
                     if v < 0:
                         continue
                     if kind == PROBE:
-                        if root_in[v]:
-                            n_sat = _satisfy(sats, n_sat, satisfied, 2 * e)
+                        if root_in[layer, v]:
+                            n_sat = _satisfy(sats, n_sat, satisfied, code)
                         continue
-                    arrived[v] += 1
-                    if unit_of[e] < 0:
-                        node_able[v] += 1
+                    arrived[layer, v] += 1
                     if kind == ROOT or kind == SEND:
-                        root_in[v] = True
+                        root_in[layer, v] = True
                         if node_kind[v] == MESSAGE:
                             for x in range(node_start[v], node_start[v + 1]):
                                 w = node_part[x] >> 1
                                 if role[w] == PROBE and started[w]:
-                                    n_sat = _satisfy(sats, n_sat, satisfied, 2 * w)
+                                    n_sat = _satisfy(sats, n_sat, satisfied, 4 * w + 2 * layer)
                     if node_blocks[v]:
                         continue
                     if early and node_kind[v] == ROOT_SENDS:
                         # rule 4, released early: the root needs nobody, the others need the root
                         if kind == ROOT:
                             for x in range(node_start[v], node_start[v + 1]):
-                                if started[node_part[x] >> 1]:
-                                    n_sat = _satisfy(sats, n_sat, satisfied, node_part[x])
-                        elif root_in[v]:
-                            n_sat = _satisfy(sats, n_sat, satisfied, 2 * e + half)
+                                w = node_part[x] >> 1
+                                if started[w]:
+                                    n_sat = _satisfy(sats, n_sat, satisfied, 4 * w + 2 * layer)
+                        elif root_in[layer, v]:
+                            n_sat = _satisfy(sats, n_sat, satisfied, code + half)
                         continue
                     if early and node_kind[v] == ROOT_RECEIVES and kind != ROOT:
-                        n_sat = _satisfy(sats, n_sat, satisfied, 2 * e + half)
-                    if arrived[v] != node_need[v]:
+                        n_sat = _satisfy(sats, n_sat, satisfied, code + half)
+                    if arrived[layer, v] != node_need[v]:
                         continue
                     # rules 3 and 5: all have come
-                    if atomic:
-                        # rule 2, second reading: a batch holds its partners back until each of its
-                        # parts could go
-                        for x in range(node_start[v], node_start[v + 1]):
-                            w = node_part[x] >> 1
-                            u = unit_of[w]
-                            if u < 0 or role[w] == PROBE or done[w]:
-                                continue
-                            unit_met[u] += 1
-                            if unit_met[u] != unit_total[u]:
-                                continue
-                            y = unit_first[u]
-                            while y >= 0 and unit_of[y] == u:
-                                for h in range(2):
-                                    t = node1[y] if h == 0 else node2[y]
-                                    if t < 0 or done[y] or (h == 0 and role[y] == PROBE):
-                                        continue
-                                    node_able[t] += 1
-                                    if node_able[t] == node_need[t] and not node_blocks[t]:
-                                        for z in range(node_start[t], node_start[t + 1]):
-                                            if role[node_part[z] >> 1] != PROBE:
-                                                n_sat = _satisfy(
-                                                    sats, n_sat, satisfied, node_part[z]
-                                                )
-                                y = lane_next[y]
-                        if node_able[v] != node_need[v]:
-                            continue
                     for x in range(node_start[v], node_start[v + 1]):
-                        if role[node_part[x] >> 1] != PROBE:
-                            n_sat = _satisfy(sats, n_sat, satisfied, node_part[x])
+                        w = node_part[x] >> 1
+                        if role[w] != PROBE:
+                            n_sat = _satisfy(
+                                sats, n_sat, satisfied, 4 * w + 2 * layer + (node_part[x] & 1)
+                            )
             elif n_agent > 0:
                 n_agent -= 1
                 a = agents[n_agent]
@@ -393,7 +382,7 @@ def run(
                         passed_before = e <= forced[lane]
                         if not issued[e]:
                             issued[e] = True
-                            if wait_kind[e] == 0:
+                            if queue_of[e] >= 0 or not host_blocks[e]:
                                 outstanding[lane] += 1
                             if queue_of[e] >= 0:
                                 b = n_lanes + queue_of[e]
@@ -408,7 +397,7 @@ def run(
                                 ready[e] = True
                                 u = unit_of[e]
                                 if u < 0:
-                                    starts[n_start] = e
+                                    starts[n_start] = 2 * e
                                     n_start += 1
                                 else:
                                     unit_ready[u] += 1
@@ -416,7 +405,7 @@ def run(
                                         x = unit_first[u]
                                         while x >= 0 and unit_of[x] == u:
                                             if not started[x]:
-                                                starts[n_start] = x
+                                                starts[n_start] = 2 * x
                                                 n_start += 1
                                             x = lane_next[x]
                         if queue_of[e] < 0 and host_blocks[e] and not completed[e]:
@@ -458,7 +447,7 @@ def run(
                     if u < 0:
                         if not ready[e]:
                             ready[e] = True
-                            starts[n_start] = e
+                            starts[n_start] = 2 * e
                             n_start += 1
                         continue
                     x = e
@@ -470,7 +459,7 @@ def run(
                                 y = unit_first[u]
                                 while y >= 0 and unit_of[y] == u:
                                     if not started[y]:
-                                        starts[n_start] = y
+                                        starts[n_start] = 2 * y
                                         n_start += 1
                                     y = lane_next[y]
                         x = queue_next[x]
@@ -484,7 +473,7 @@ def run(
                         if not started[e] or not taking:
                             continue
                         half = 0 if (role[e] == RECV or role[e] == PROBE) else 1
-                        if satisfied[e] & (1 + half) or (role[e] != PROBE and partner[e] >= 0):
+                        if satisfied[e] & (4 + 4 * half) or (role[e] != PROBE and partner[e] >= 0):
                             continue
                         src = peer[e] if half == 0 else recv_peer[e]
                         want = tag[e] if half == 0 else recv_tag[e]
@@ -506,11 +495,11 @@ def run(
                                 break
                         if best >= 0:
                             met = True
-                            n_sat = _satisfy(sats, n_sat, satisfied, 2 * e + half)
+                            n_sat = _satisfy(sats, n_sat, satisfied, 4 * e + 2 + half)
                             if role[e] != PROBE:
                                 partner[e] = best
                                 partner[best] = e
-                                n_sat = _satisfy(sats, n_sat, satisfied, 2 * best)
+                                n_sat = _satisfy(sats, n_sat, satisfied, 4 * best + 2)
                 if not met:
                     break
     return 0

@@ -11,7 +11,7 @@ from typing import Final
 
 import polars as pl
 
-from dl2gpu.analysis.tables import MPI, NCCL_LIKE
+from dl2gpu.analysis.tables import NCCL_LIKE
 from dl2gpu.trace.schema import FLAG, OP
 
 __all__ = ["BLOCKING", "compare_collectives", "compare_messages"]
@@ -36,7 +36,11 @@ def sized(op: pl.Expr) -> pl.Expr:
 def comparable(frame: pl.LazyFrame) -> pl.LazyFrame:
     """The signature columns of collective events, null where a value must not be compared."""
     op = pl.col("op")
-    fair = sized(op) & ((pl.col("flags") & FLAG["sizes_incomparable"]) == 0)
+    fair = (
+        sized(op)
+        & ((pl.col("flags") & FLAG["sizes_incomparable"]) == 0)
+        & ~((op == OP["gather"]) & (pl.col("count") == 0)).fill_null(False)
+    )
     return frame.with_columns(
         c_op=op,
         c_root=pl.when(op.is_between(OP["broadcast"], OP["gather_v"])).then("root"),
@@ -44,6 +48,7 @@ def comparable(frame: pl.LazyFrame) -> pl.LazyFrame:
         c_count=pl.when(fair).then("count"),
         c_dtype="dtype",
         c_reduce="reduce_op",
+        fair=fair,
         c_new=pl.when(~pl.col("split").fill_null(False)).then("new_comm"),
     )
 
@@ -79,6 +84,7 @@ def compare_collectives(coll: pl.DataFrame) -> pl.DataFrame:
             pl.col("job").min(),
             pl.col("k").min(),
             kind=pl.col("kind").max(),
+            root=pl.col("c_root").max(),
             present=pl.len().cast(pl.Int32),
             finished=pl.col("done").sum().cast(pl.Int32),
             low=pl.col("mixed").min(),
@@ -96,7 +102,7 @@ def compare_collectives(coll: pl.DataFrame) -> pl.DataFrame:
                 for name, column in _ASPECTS.items()
             ),
             # where all know their bytes, the element count says nothing more about blocking
-            unsized=pl.col("c_bytes").is_null().any(),
+            unsized=(pl.col("c_bytes").is_null() & pl.col("fair")).any(),
         )
         .collect()
     )
@@ -116,7 +122,7 @@ def compare_collectives(coll: pl.DataFrame) -> pl.DataFrame:
 def compare_messages(parts: pl.DataFrame) -> pl.DataFrame:
     """One row a message node: the halves present and complete, and whether they fit.
 
-    On NCCL and gloo both sides must name the same size. MPI lets a receive be larger than what is
+    On NCCL both sides must name the same size. MPI and gloo let a receive be larger than what is
     sent, not smaller. Tags that differ on a backend that ignores them mean that another message was
     meant: a mismatch that stops nobody.
     """
@@ -146,7 +152,7 @@ def compare_messages(parts: pl.DataFrame) -> pl.DataFrame:
     right = pl.when(known).then("taken").otherwise("n_taken")
     unequal = (left != right).fill_null(False)
     too_large = (left > right).fill_null(False)
-    blocks = pl.when(pl.col("semantics") == MPI).then(too_large).otherwise(unequal)
+    blocks = pl.when(pl.col("semantics") == NCCL_LIKE).then(unequal).otherwise(too_large)
     return facts.with_columns(blocks=blocks).select(
         "node", "present", "finished", "has_send", "has_recv", "cut", "blocks",
         differs=pl.col("blocks")

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import polars as pl
 
-from dl2gpu.trace.schema import EXIT, OP, OP_OTHER, RANKS, STATE, Trace, conform
+from dl2gpu.trace.schema import DTYPE_BYTES, EXIT, OP, OP_OTHER, RANKS, STATE, Trace, conform
 
 __all__ = ["BACKEND_CLASS", "Prepared", "backend_class", "prepare"]
 
@@ -88,6 +88,7 @@ def prepare(trace: Trace) -> Prepared:
         events = events.sort("job", "rank", "seq", "lane")
     events = events.with_row_index("i")
 
+    events = _sizes(events)
     ranks = _ranks(trace, events)
     comms, events = _finalize_comms(trace, events)
     events = _with_rank_rows(events, ranks)
@@ -119,6 +120,18 @@ def prepare(trace: Trace) -> Prepared:
     )
     events = _facts(events, jobs)
     return Prepared(trace, events, jobs, ranks, comms)
+
+
+def _sizes(events: pl.DataFrame) -> pl.DataFrame:
+    """``bytes`` from count and data type where the source does not give them."""
+    if not events["bytes"].null_count():
+        return events
+    width = pl.Series("width", list(DTYPE_BYTES.values()), dtype=pl.Int64)
+    codes = events["dtype"]
+    known = pl.select(pl.when(codes < len(width)).then(codes)).to_series()
+    return events.with_columns(
+        bytes=pl.coalesce("bytes", pl.col("count") * width.gather(known).alias("width"))
+    )
 
 
 def _ranks(trace: Trace, events: pl.DataFrame) -> pl.DataFrame:
