@@ -1,39 +1,38 @@
 """Reader of PyTorch Flight Recorder dumps: pickle or JSON, every version, many jobs at once.
 
 A dump is one rank's list of communication calls, with state, times, sizes and call stack, and what
-the rank knows of its process groups. Its contents are decoded to columns without running anything
-(:mod:`pickle_columns`, :mod:`flight_recorder_json`); this module finds out which rank and which
-communicator each file speaks of, and :mod:`flight_recorder_events` maps the entries.
+the rank knows of its process groups. Contents are decoded to columns without running any of it
+(:mod:`pickle_columns`, :mod:`flight_recorder_json`); :mod:`flight_recorder_comms` finds out which
+rank and which communicators each file speaks of, :mod:`flight_recorder_events` maps the entries.
 Source: FORMATS.md section 2.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.trace import flight_recorder_json, pickle_columns
-from dl2gpu.trace.flight_recorder_batches import CUT, HOLES, OLD, ONE_COUNTER
-from dl2gpu.trace.flight_recorder_comms import Comm, Dump, Job, inputs, resolve
-from dl2gpu.trace.flight_recorder_events import Files, Groups, Rows, events
+from dl2gpu.trace.entry_columns import Columns, Fault
+from dl2gpu.trace.files import cut_reason, read_bytes
+from dl2gpu.trace.flight_recorder_comms import FORMAT, Comm, Dump, Job, inputs, resolve
+from dl2gpu.trace.flight_recorder_events import FileEntries, events
 from dl2gpu.trace.flight_recorder_names import Operation, operation, version_pair
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
-from dl2gpu.trace.pickle_columns import Columns, Fault
-from dl2gpu.trace.pickle_kernel import COLUMNS, NULL
 from dl2gpu.trace.schema import (
     COMMS,
     EXIT,
     JOBS,
     RANKS,
-    STATE,
+    STACKS,
     STATUS,
     StringTable,
     Trace,
@@ -42,11 +41,11 @@ from dl2gpu.trace.schema import (
 
 __all__ = ["read"]
 
-FORMAT: Final = "flight_recorder"
+_MAX_WORKERS: Final = 8
 
 
 def read(
-    files: Sequence[TraceFile], load: Callable[[TraceFile], bytes]
+    files: Sequence[TraceFile], load: Callable[[TraceFile], bytes] = read_bytes
 ) -> tuple[Trace, list[Input]]:
     """Read the dumps ``files`` of any number of jobs into one trace.
 
@@ -62,8 +61,8 @@ def read(
         The trace, and what became of each file, in the order of ``files``.
     """
     corpus = _Corpus()
-    for i, found in enumerate(_decoded(files, load)):
-        corpus.add(i, files[i], found)
+    for file, found in zip(files, _decoded(files, load), strict=True):
+        corpus.add(file, found)
     jobs = corpus.jobs()
     resolve(jobs, load)
     return corpus.trace(jobs), inputs(corpus.dumps)
@@ -76,54 +75,52 @@ def _decoded(
 
     def one(file: TraceFile) -> Columns | str:
         try:
-            return _decode(load(file))
+            data = load(file)
         except (InputError, OSError, EOFError) as error:
             return str(error) or type(error).__name__
+        columns = _decode(data)
+        cut = cut_reason(data)
+        if cut is not None and isinstance(columns, Columns):
+            columns.fault = columns.fault or Fault("truncated", len(data), cut)
+        return columns
 
-    workers = max(1, min(8, os.cpu_count() or 1, len(files)))
+    workers = max(1, min(_MAX_WORKERS, os.cpu_count() or 1, len(files)))
     with ThreadPoolExecutor(workers, thread_name_prefix="flight-recorder") as pool:
-        ahead: list[Future[Columns | str]] = []
+        ahead: deque[Future[Columns | str]] = deque()
         for file in files:
             ahead.append(pool.submit(one, file))
             if len(ahead) > 2 * workers:
-                yield ahead.pop(0).result()
-        for future in ahead:
-            yield future.result()
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def _decode(data: bytes) -> Columns | str:
     if data[:1] == b"\x80":
         return pickle_columns.decode(data)
-    start = data[:64].lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-    if start in {b"{", b"["}:
+    if data[:64].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in {b"{", b"["}:
         return flight_recorder_json.decode(data)
-    if not data:
-        empty = flight_recorder_json.decode(b"[]")
-        empty.fault = Fault("truncated", 0, "the file is empty")
-        return empty
-    return "neither a pickle of protocol 2 to 5 nor JSON: not a Flight Recorder dump"
-
-
-_STATES: Final = {"scheduled": STATE["scheduled"], "started": STATE["started"],
-                  "completed": STATE["completed"]}  # fmt: skip
-_INT32: Final = (-(1 << 31), (1 << 31) - 1)
+    if data:
+        return "neither a pickle of protocol 2 to 5 nor JSON: not a Flight Recorder dump"
+    empty = flight_recorder_json.decode(b"[]")
+    empty.fault = Fault("truncated", 0, "the file is empty")
+    return empty
 
 
 @dataclass(slots=True)
 class _Corpus:
-    """Entries of all files, with strings, frames and stacks numbered across files."""
+    """Entries of all files; names, data types and stacks are numbered across files."""
 
     dumps: list[Dump] = field(default_factory=list)
-    texts: dict[str, int] = field(default_factory=dict)
-    frames: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    stacks: dict[bytes, int] = field(default_factory=dict)
-    chunks: list[dict[str, npt.NDArray[Any]]] = field(default_factory=list)
-    pool: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    pooled: int = 0
-    n_groups: int = 0
+    entries: list[FileEntries] = field(default_factory=list)
+    operations: dict[str, int] = field(default_factory=dict)
+    meanings: list[Operation] = field(default_factory=list)
+    dtypes: dict[str, int] = field(default_factory=dict)
+    stacks: dict[Hashable, int] = field(default_factory=dict)
+    frames: list[list[str]] = field(default_factory=list)
 
-    def add(self, index: int, file: TraceFile, found: Columns | str) -> None:
-        dump = Dump(index=index, file=file)
+    def add(self, file: TraceFile, found: Columns | str) -> None:
+        dump = Dump(index=len(self.dumps), file=file)
         self.dumps.append(dump)
         if isinstance(found, str):
             dump.refused = found
@@ -131,140 +128,61 @@ class _Corpus:
         if found.fault is not None and found.fault.kind == "refused":
             dump.refused = found.fault.reason
             return
-        dump.fault = found.fault
-        dump.lost = found.lost
-        dump.header = found.header
-        dump.version = version_pair(found.header.get("version"))
-        if not isinstance(found.header.get("version"), str) and not found.n and not found.header:
-            if dump.fault is None:
-                dump.refused = "no entries and no header: not a Flight Recorder dump"
-                return
+        header = found.header
+        dump.fault, dump.lost, dump.header = found.fault, found.lost, header
+        dump.version = version_pair(header.get("version"))
         dump.n = found.n
-        if found.n:
-            self._rows(dump, found)
-
-    def _rows(self, dump: Dump, found: Columns) -> None:
-        rec = found.rec
-        codes = self.texts
-        texts = np.array(
-            [codes.setdefault(s, len(codes)) for s in found.strings] + [-1], dtype=np.int32
-        )
-
-        def text(name: str) -> npt.NDArray[np.int32]:
-            values = rec[:, COLUMNS[name]]
-            return texts[np.where(values == NULL, -1, values)]
-
-        def number(name: str) -> npt.NDArray[np.int64]:
-            return rec[:, COLUMNS[name]].copy()
-
-        def small(name: str) -> npt.NDArray[np.int32]:
-            return np.clip(rec[:, COLUMNS[name]], -1, _INT32[1]).astype(np.int32)
-
-        # communicators: by name, in the older versions by the number of the process group
-        name, desc = text("process_group"), text("pg_desc")
-        pg_id = rec[:, COLUMNS["pg_id"]]
-        key = np.where(name < 0, pg_id % (1 << 30), ((name.astype(np.int64) + 2) << 31) + desc)
-        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-        strings = found.strings
-        for i in first.tolist():
-            label = rec[i, COLUMNS["process_group"]], rec[i, COLUMNS["pg_desc"]]
-            number_of = int(pg_id[i])
-            dump.groups.append(
-                (
-                    str(number_of) if label[0] == NULL else strings[label[0]],
-                    "" if label[1] == NULL else strings[label[1]],
-                    None if number_of == NULL else number_of,
-                )
+        dump.groups = found.groups
+        if found.n == 0:
+            if not dump.fault and not header.keys() & {"version", "entries", "pg_config"}:
+                dump.refused = "no entries and no version: not a Flight Recorder dump"
+            return
+        record = found.column("record_id")
+        dump.first_record = int(record[0])
+        dump.holes = int(record[-1] - record[0]) != found.n - 1
+        dump.newest, dump.completed, dump.finished = found.newest, found.completed, found.finished
+        dump.started, dump.old_counter = found.started, found.old_counter
+        self.entries.append(
+            FileEntries(
+                dump=dump,
+                columns=found,
+                name_op=self._operations(dump, found),
+                text_dtype=self._dtypes(found),
+                stack_of=self._stacks(found),
             )
-        dump.first_group = self.n_groups
-        self.n_groups += len(first)
-
-        counter, older = number("collective_seq_id"), number("seq_id")
-        dump.old_counter = bool((counter == NULL).all())
-        counter = np.where(counter == NULL, older, counter)
-        created, in_us = number("time_created_ns"), number("time_created_us")
-        in_us = np.where((in_us > 0) & (in_us < 1 << 53), in_us * 1000, NULL)
-        created = np.where(created == NULL, in_us, created)
-        dump.newest = int(created.max())
-        record = number("record_id")
-        dump.first_record = int(record[0]) if record[0] >= 0 else 0
-        if not ((record[1:] > record[:-1]).all() and record[0] >= 0):
-            record = np.arange(len(record), dtype=np.int64)
-            dump.first_record = 0
-        dump.holes = int(record[-1] - record[0]) != len(record) - 1
-
-        state_text = np.full(len(strings) + 1, STATE["unknown"], dtype=np.uint8)
-        for i, s in enumerate(strings):
-            if s in _STATES:
-                state_text[i] = _STATES[s]
-        state_code = rec[:, COLUMNS["state"]]
-        state = state_text[np.where(state_code == NULL, -1, state_code)]
-        started = number("time_discovered_started_ns")
-        done, retired = state == STATE["completed"], rec[:, COLUMNS["retired"]] == 1
-        dump.completed = int(done.sum())
-        dump.finished = int((done | retired).sum())
-        dump.started = bool((state == STATE["started"]).any() or (started > 0).any())
-        profiling = rec[:, COLUMNS["profiling_name"]]
-        counts = np.bincount(profiling, minlength=len(strings))
-        dump.names = {int(texts[i]): int(counts[i]) for i in np.flatnonzero(counts)}
-        numels = rec[:, COLUMNS["input_numels"]]
-        numels = np.where(numels == NULL, -1, numels + self.pooled)
-        self.pool.append(found.numels)
-        self.pooled += len(found.numels)
-        self.chunks.append(
-            {
-                "file": np.full(found.n, dump.index, dtype=np.int32),
-                "group": (inverse + dump.first_group).astype(np.int32),
-                "name": text("profiling_name"),
-                "thread": text("thread_id"),
-                "in_dtype": text("input_dtypes"),
-                "out_dtype": text("output_dtypes"),
-                "in_tensors": small("input_tensors"),
-                "out_tensors": small("output_tensors"),
-                "numels": numels,
-                "stack": self._stack_codes(found, texts)[
-                    np.where(
-                        rec[:, COLUMNS["frames"]] == NULL, -1, rec[:, COLUMNS["frames"]]
-                    )
-                ],
-                "state": state,
-                "retired": retired,
-                "p2p": rec[:, COLUMNS["is_p2p"]] == 1,
-                "seq": record,
-                "counter": counter,
-                "p2p_counter": number("p2p_seq_id"),
-                "created": created,
-                "started": started,
-                "completed": number("time_discovered_completed_ns"),
-                "in_count": number("input_sizes"),
-                "out_count": number("output_sizes"),
-            }
         )
 
-    def _stack_codes(self, found: Columns, texts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Number across files of each of the file's stacks; the last item is -1."""
-        names, files, lines = found.frames.T if len(found.frames) else np.zeros((3, 0), np.int64)
-        frames = self.frames
-        codes = np.array(
-            [
-                frames.setdefault(frame, len(frames))
-                for frame in zip(
-                    texts[names].tolist(), texts[files].tolist(), lines.tolist(), strict=True
-                )
-            ],
-            dtype=np.int32,
-        )
-        flat = codes[found.stack_frames].tobytes()
-        ends = (found.stack_ends * 4).tolist()
-        stacks = self.stacks
-        return np.array(
-            [
-                stacks.setdefault(flat[a:b], len(stacks))
-                for a, b in zip(ends[:-1], ends[1:], strict=True)
-            ]
-            + [-1],
-            dtype=np.int32,
-        )
+    def _operations(self, dump: Dump, found: Columns) -> npt.NDArray[np.int32]:
+        counts = np.bincount(found.column("name"), minlength=len(found.raw))
+        numbers = np.full(len(counts), -1, dtype=np.int32)
+        for i in np.flatnonzero(counts).tolist():
+            text = found.text(i)
+            number = self.operations.get(text)
+            if number is None:
+                number = self.operations[text] = len(self.operations)
+                self.meanings.append(operation(text))
+            numbers[i] = number
+            backend = self.meanings[number].backend
+            dump.backends[backend] = dump.backends.get(backend, 0) + int(counts[i])
+        return numbers
+
+    def _dtypes(self, found: Columns) -> npt.NDArray[np.int32]:
+        counts = np.bincount(found.column("in_dtype") + 1, minlength=len(found.raw) + 1)
+        counts += np.bincount(found.column("out_dtype") + 1, minlength=len(found.raw) + 1)
+        numbers = np.full(len(found.raw), -1, dtype=np.int32)
+        for i in np.flatnonzero(counts[1:]).tolist():
+            numbers[i] = self.dtypes.setdefault(found.text(i), len(self.dtypes))
+        return numbers
+
+    def _stacks(self, found: Columns) -> npt.NDArray[np.int32]:
+        numbers = []
+        for k, key in enumerate(found.stacks.keys):
+            number = self.stacks.get(key)
+            if number is None:
+                number = self.stacks[key] = len(self.stacks)
+                self.frames.append(found.stack(k))
+            numbers.append(number)
+        return np.array(numbers, dtype=np.int32)
 
     def jobs(self) -> list[Job]:
         """Jobs in order of their first file."""
@@ -274,126 +192,44 @@ class _Corpus:
             key = (file.folder, file.job, file.attempt or 0)
             if key not in jobs:
                 jobs[key] = Job(len(jobs), file.job or file.folder, file.folder, key[2])
-            jobs[key].dumps.append(dump)
             dump.job = jobs[key]
+            dump.job.dumps.append(dump)
         return list(jobs.values())
 
     def trace(self, jobs: list[Job]) -> Trace:
         """The trace of all dumps whose rank is known."""
         strings = StringTable()
-        texts = list(self.texts)
         comms = [comm for job in jobs for comm in job.comms]
-        frame = self._events(comms, texts, strings) if self.chunks else Trace().events
+        kept = [f for f in self.entries if f.dump.kept]
+        self.entries = []
+        frame = events(kept, comms, self.meanings, self.dtypes, strings) if kept else None
         return Trace(
-            events=frame,
-            jobs=_jobs_table(jobs, texts),
+            events=Trace().events if frame is None else frame,
+            jobs=_jobs_table(jobs),
             ranks=_ranks_table(jobs),
             comms=_comms_table(comms),
-            stacks=self._stacks_table(texts),
+            stacks=pl.DataFrame(
+                {"stack": range(len(self.frames)), "frames": self.frames},
+                schema=STACKS,
+                strict=False,
+            ),
             strings=strings.frame(),
             status=_status_table(jobs),
         )
-
-    def _events(self, comms: list[Comm], texts: list[str], strings: StringTable) -> pl.DataFrame:
-        kept = np.array([d.kept for d in self.dumps], dtype=bool)
-        chunks = [c for c in self.chunks if kept[c["file"][0]]]
-        self.chunks = []
-        if not chunks:
-            return Trace().events
-        columns = {}
-        for name in list(chunks[0]):
-            columns[name] = np.concatenate([c.pop(name) for c in chunks])
-        columns["name"], operations = self._numbered(columns["name"], texts)
-        (columns["in_dtype"], columns["out_dtype"]), dtypes = self._dtypes(columns, texts)
-        group_comm = np.zeros(max(self.n_groups, 1), dtype=np.int32)
-        for dump in self.dumps:
-            first = dump.first_group
-            group_comm[first : first + len(dump.group_comms)] = [c.index for c in dump.group_comms]
-        return events(
-            Rows(**columns),
-            _file_facts(self.dumps),
-            Groups(
-                comm=group_comm,
-                members=[np.array(c.ranks, dtype=np.int32) for c in comms],
-                names=[c.id for c in comms],
-                synthetic=np.array([c.synthetic for c in comms], dtype=bool),
-            ),
-            operations,
-            dtypes,
-            np.concatenate([*self.pool, np.zeros(0, dtype=np.int64)]),
-            strings,
-        )
-
-    @staticmethod
-    def _numbered(
-        codes: npt.NDArray[np.int32], texts: list[str]
-    ) -> tuple[npt.NDArray[np.int32], list[Operation]]:
-        """Dense numbers for the profiling names that occur, and what they mean."""
-        used = np.flatnonzero(np.bincount(codes, minlength=len(texts)))
-        dense = np.zeros(len(texts), dtype=np.int32)
-        dense[used] = np.arange(len(used))
-        return dense[codes], [operation(texts[c]) for c in used]
-
-    @staticmethod
-    def _dtypes(
-        columns: dict[str, npt.NDArray[Any]], texts: list[str]
-    ) -> tuple[list[npt.NDArray[np.int32]], list[str]]:
-        """Dense numbers for the data types that occur (-1 = none), and their spellings."""
-        both = [columns["in_dtype"], columns["out_dtype"]]
-        counts = sum(np.bincount(c + 1, minlength=len(texts) + 1) for c in both)
-        used = np.flatnonzero(np.asarray(counts)[1:])
-        dense = np.full(len(texts) + 1, -1, dtype=np.int32)
-        dense[used] = np.arange(len(used))
-        return [dense[c] for c in both], [texts[c] for c in used]
-
-    def _stacks_table(self, texts: list[str]) -> pl.DataFrame:
-        frames = [
-            f"{texts[name]} {texts[file]}:{line if line != NULL else '?'}"
-            for name, file, line in self.frames
-        ]
-        flat = np.frombuffer(b"".join(self.stacks), dtype=np.int32)
-        sizes = np.array([len(s) // 4 for s in self.stacks], dtype=np.int64)
-        lists = (
-            pl.DataFrame(
-                {
-                    "stack": np.repeat(np.arange(len(sizes), dtype=np.int32), sizes),
-                    "frames": pl.Series(frames, dtype=pl.String).gather(flat),
-                }
-            )
-            .group_by("stack", maintain_order=True)
-            .agg("frames")
-        )
-        every = pl.DataFrame({"stack": np.arange(len(sizes), dtype=np.int32)})
-        table = every.join(lists, on="stack", how="left", maintain_order="left")
-        return conform(table.with_columns(pl.col("frames").fill_null([])), "stacks")
 
 
 # --------------------------------------------------------------------------------------------------
 # Side tables
 
 
-def _file_facts(dumps: list[Dump]) -> Files:
-    bits = [
-        CUT * (d.lost_before > 0) | HOLES * d.only_active | OLD * d.old | ONE_COUNTER * d.one_counter
-        for d in dumps
-    ]
-    return Files(
-        job=np.array([d.job.index for d in dumps], dtype=np.int32),
-        rank=np.array([-1 if d.rank is None else d.rank for d in dumps], dtype=np.int32),
-        bits=np.array(bits, dtype=np.uint8),
-        sizes_ok=np.array([d.version is not None and d.version >= (2, 4) for d in dumps]),
-        weak_states=np.array([d.weak_states for d in dumps]),
-    )
-
-
-def _jobs_table(jobs: list[Job], texts: list[str]) -> pl.DataFrame:
+def _jobs_table(jobs: list[Job]) -> pl.DataFrame:
     rows = []
     for job in jobs:
-        seen: Counter[str] = Counter()
+        seen: Counter[str | None] = Counter()
         for dump in job.dumps:
-            for code, count in dump.names.items() if dump.kept else ():
-                seen[operation(texts[code]).backend or ""] += count
-        backend = max(seen, key=lambda b: (seen[b], b)) if seen else ""
+            if dump.kept:
+                seen.update(dump.backends)
+        backend = max(seen, key=lambda b: (seen[b], b or "")) if seen else None
         rows.append(
             {
                 "job": job.index,
@@ -401,7 +237,7 @@ def _jobs_table(jobs: list[Job], texts: list[str]) -> pl.DataFrame:
                 "folder": job.folder,
                 "attempt": job.attempt,
                 "world_size": job.world_size,
-                "backend": backend or None,
+                "backend": backend,
                 "source": FORMAT,
                 "waits": False,
                 "p2p": backend != "gloo",
@@ -436,7 +272,7 @@ def _comms_table(comms: list[Comm]) -> pl.DataFrame:
             "id": [c.id for c in comms],
             "name": [c.name for c in comms],
             "desc": [c.desc for c in comms],
-            "ranks": [list(c.ranks) for c in comms],
+            "ranks": [c.ranks for c in comms],
         },
         schema=COMMS,
     )

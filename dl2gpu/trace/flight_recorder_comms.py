@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from dl2gpu.trace.flight_recorder_names import member_list
 from dl2gpu.trace.inputs import Input, InputError, Status, TraceFile
-from dl2gpu.trace.pickle_columns import Fault
+from dl2gpu.trace.entry_columns import Fault
 
-__all__ = ["Comm", "Dump", "Job", "inputs", "resolve"]
+__all__ = ["FORMAT", "Comm", "Dump", "Job", "inputs", "resolve"]
 
 FORMAT: Final = "flight_recorder"
 _LATEST: Final = 1 << 62
@@ -54,9 +54,8 @@ class Dump:
     n: int = 0
     groups: list[tuple[str, str, int | None]] = field(default_factory=list)
     """(name, description, pg_id) of each group that its entries use."""
-    first_group: int = 0
-    names: dict[int, int] = field(default_factory=dict)
-    """How often each profiling name (by its number) occurs."""
+    backends: dict[str | None, int] = field(default_factory=dict)
+    """How many entries have each backend prefix."""
     newest: int = 0
     """Latest time_created_ns."""
     first_record: int = 0

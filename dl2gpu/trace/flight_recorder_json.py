@@ -10,13 +10,12 @@ import json
 import re
 from collections.abc import Iterable
 from itertools import pairwise
-from math import prod
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from dl2gpu.trace.pickle_columns import Columns, Fault
+from dl2gpu.trace.entry_columns import Columns, Fault, Stacks, pack
 from dl2gpu.trace.pickle_kernel import COLUMNS, KEYWORDS, LEAST_KEYS, NULL, SATURATED, WIDTH
 
 __all__ = ["decode"]
@@ -163,16 +162,20 @@ def _columns(entries: list[Any], header: dict[str, Any]) -> Columns:
         )
         numbers_of_stacks.append(stacks.setdefault(stack, len(stacks)))
     fill("frames", numbers_of_stacks)
-    return Columns(
-        rec=rec,
-        strings=list(numbers),
+    table = Stacks(
+        keys=[],
+        ends=np.cumsum([0, *map(len, stacks)], dtype=np.int64),
+        flat=np.array([f for stack in stacks for f in stack], dtype=np.int32),
         frames=np.array(list(frames), dtype=np.int64).reshape(-1, 3),
-        stack_ends=np.cumsum([0, *map(len, stacks)], dtype=np.int64),
-        stack_frames=np.array([f for stack in stacks for f in stack], dtype=np.int32),
-        numels=np.array(pool, dtype=np.int64),
-        header=header,
-        lost=len(entries) - len(good),
     )
+    raw = [s.encode("utf-8", "replace") for s in numbers]
+    columns = pack(
+        rec, np.arange(len(rec), dtype=np.int64), raw, table, np.array(pool, dtype=np.int64)
+    )
+    table.keys = [tuple(columns.stack(k)) for k in range(len(stacks))]
+    columns.header = header
+    columns.lost = len(entries) - len(good)
+    return columns
 
 
 def _list(value: Any) -> list[Any]:
@@ -189,4 +192,9 @@ def _int(value: Any) -> int:
 def _numel(dims: Any) -> int:
     if not isinstance(dims, list) or any(type(d) is not int or d < 0 for d in dims):
         return SATURATED
-    return min(prod(dims), SATURATED)
+    total = 0 if 0 in dims else 1
+    for d in dims:
+        total *= d
+        if total >= SATURATED:
+            return SATURATED
+    return total

@@ -8,18 +8,17 @@ A dump cut short gives every entry that was written whole (FORMATS.md 2.4).
 
 from __future__ import annotations
 
-import os
 import threading
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from dl2gpu.trace import pickle_kernel as kernel
-from dl2gpu.trace.pickle_kernel import COLUMNS, KEYWORDS, NULL
+from dl2gpu.trace.entry_columns import SECRET, Columns, Fault, Stacks, pack
+from dl2gpu.trace.pickle_kernel import KEYWORDS
 
-__all__ = ["MAX_BYTES", "Columns", "Fault", "decode"]
+__all__ = ["MAX_BYTES", "decode"]
 
 MAX_BYTES: Final = (1 << 31) - 1
 """Larger files are refused: a ring of a million entries with stacks is below 1 GiB."""
@@ -38,45 +37,6 @@ _REASONS: Final = {
     kernel.BAD_MEMO: "a memo index beyond the size of the file",
     kernel.PROTOCOL: "an unknown pickle protocol",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Why a dump was not read to its end."""
-
-    kind: Literal["truncated", "refused", "damaged"]
-    offset: int
-    """Byte at which reading ended."""
-    reason: str
-
-
-@dataclass(slots=True)
-class Columns:
-    """One dump. Row i of every column is the i-th entry, oldest first."""
-
-    rec: npt.NDArray[np.int64]
-    """(entries, columns): :data:`pickle_kernel.COLUMNS`; absent values are :data:`NULL`."""
-    strings: list[str]
-    """Distinct strings, by number; the first ones are :data:`pickle_kernel.KEYWORDS`."""
-    frames: npt.NDArray[np.int64]
-    """(frames, 3): number of the function's name, of the file's name, line."""
-    stack_ends: npt.NDArray[np.int64]
-    """Stack k is ``stack_frames[stack_ends[k]:stack_ends[k + 1]]``, innermost first."""
-    stack_frames: npt.NDArray[np.int32]
-    numels: npt.NDArray[np.int64]
-    """Elements of each tensor of the lists of two tensors or more (input_numels, ...)."""
-    header: dict[str, Any] = field(default_factory=dict)
-    """Everything beside the entries, as Python objects: version, pg_config, pg_status, ..."""
-    lost: int = 0
-    """Members of the list of entries that are not (whole) entries."""
-    fault: Fault | None = None
-
-    @property
-    def n(self) -> int:
-        return len(self.rec)
-
-    def column(self, name: str) -> npt.NDArray[np.int64]:
-        return self.rec[:, COLUMNS[name]]
 
 
 def decode(data: bytes) -> Columns:
@@ -98,8 +58,7 @@ _local = threading.local()
 _SEED: Final = np.frombuffer(
     b"".join(b"X" + len(w).to_bytes(4, "little") + w.encode() for w in KEYWORDS), dtype=np.uint8
 )
-_SECRET: Final = int.from_bytes(os.urandom(8), "little", signed=True) | 1
-"""Key of the hash tables, so that no file can be made to collide in them. Shows in no result."""
+_RAW_WORDS: Final = tuple(word.encode() for word in KEYWORDS)
 
 
 class _Machine:
@@ -138,7 +97,7 @@ class _Machine:
 
     def _reset(self, strings: int) -> None:
         self.st[:] = 0
-        self.st[kernel.SECRET] = _SECRET
+        self.st[kernel.SECRET] = SECRET
         self.st[kernel.CHUNK_AT] = -1
         self.st[kernel.N_STR] = strings
         self.mk[:] = kernel.UNSET
@@ -163,7 +122,7 @@ class _Machine:
         while True:
             kernel.fold(
                 self.st, self.sk, self.sv, self.marks, self.cont, self.chunks, self.hk, self.hv,
-                self.stacks, self.ktab, self.pool, self.numels, self.rec, self.order,
+                self.frames, self.stacks, self.ktab, self.pool, self.numels, self.rec, self.order,
             )  # fmt: skip
             if self.st[kernel.STATUS] != kernel.GROW:
                 return
@@ -218,24 +177,26 @@ class _Machine:
         else:
             self._reset(len(KEYWORDS))
         st = self.st.tolist()
-        strings = [*KEYWORDS]
+        raw = [*_RAW_WORDS]
         for off, length, _ in self.strs[len(KEYWORDS) : st[kernel.N_STR]].tolist():
-            strings.append(data[off : off + length].decode("utf-8", "replace"))
-        order = self.order[: st[kernel.N_ORDER]]
-        stacks = self.stacks[: st[kernel.N_STACK], :2]
-        ends = np.zeros(len(stacks) + 1, dtype=np.int64)
-        np.cumsum(stacks[:, 1], out=ends[1:])
-        return Columns(
-            rec=self.rec[order],
-            strings=strings,
+            raw.append(data[off : off + length])
+        found = self.stacks[: st[kernel.N_STACK]]
+        ends = np.zeros(len(found) + 1, dtype=np.int64)
+        np.cumsum(found[:, 1], out=ends[1:])
+        stacks = Stacks(
+            keys=found[:, 2].tolist(),
+            ends=ends,
+            flat=self.pool[: st[kernel.N_POOL]].copy(),
             frames=self.frames[: st[kernel.N_FRAME], :3].copy(),
-            stack_ends=ends,
-            stack_frames=self.pool[: st[kernel.N_POOL]].copy(),
-            numels=self.numels[: st[kernel.N_NUMEL]].copy(),
-            header=self._header(strings),
-            lost=st[kernel.BAD_ENTRIES],
-            fault=fault,
         )
+        columns = pack(
+            self.rec, self.order[: st[kernel.N_ORDER]], raw, stacks,
+            self.numels[: st[kernel.N_NUMEL]].copy(),
+        )  # fmt: skip
+        columns.header = self._header(raw)
+        columns.lost = st[kernel.BAD_ENTRIES]
+        columns.fault = fault
+        return columns
 
     def _fault(self, buf: npt.NDArray[np.uint8]) -> Fault | None:
         status, offset = int(self.st[kernel.STATUS]), int(self.st[kernel.POS])
@@ -258,7 +219,7 @@ class _Machine:
             "nothing of the file was used",
         )
 
-    def _header(self, strings: list[str]) -> dict[str, Any]:
+    def _header(self, raw: list[bytes]) -> dict[str, Any]:
         """The root dict but for its entries, as Python objects.
 
         A value that is nested too deep, or that is shared so often that it would unfold to more
@@ -285,7 +246,7 @@ class _Machine:
         def value(kind: int, payload: int, depth: int) -> Any:
             nonlocal budget
             if kind == kernel.STR:
-                return strings[payload]
+                return raw[payload].decode("utf-8", "replace")
             if kind == kernel.INT:
                 return payload
             if kind == kernel.BOOL:
@@ -296,7 +257,7 @@ class _Machine:
                 return None
             budget -= int(self.cont[payload, 3])
             if depth <= 0 or budget < 0:
-                raise _TooLarge
+                raise _TooLargeError
             items = [value(k, v, depth - 1) for k, v in children(payload)]
             if self.cont[payload, 0] == kernel.DICT:
                 return {
@@ -309,15 +270,15 @@ class _Machine:
         header: dict[str, Any] = {}
         items = children(root)
         for (kind, payload), (vkind, vpayload) in zip(items[::2], items[1::2], strict=True):
-            if kind == kernel.STR and strings[payload] != "entries":
+            if kind == kernel.STR and raw[payload] != b"entries":
                 try:
-                    header[strings[payload]] = value(vkind, vpayload, 6)
-                except _TooLarge:
+                    header[value(kind, payload, 0)] = value(vkind, vpayload, 6)
+                except _TooLargeError:
                     continue
         return header
 
 
-class _TooLarge(Exception):
+class _TooLargeError(Exception):
     """A header value that would unfold to more than it is worth."""
 
 
@@ -326,5 +287,3 @@ def _opcode_name(byte: int) -> str | None:
 
     return next((op.name for op in pickletools.opcodes if ord(op.code) == byte), None)
 
-
-assert NULL == kernel.NULL

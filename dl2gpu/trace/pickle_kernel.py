@@ -179,10 +179,14 @@ def _intern_text(buf, seed, off, length, strs, table, st):  # type: ignore[no-un
 
 
 @njit(nogil=True, _nrt=False)
-def _intern_frame(name, filename, line, frames, table, st):  # type: ignore[no-untyped-def]
-    """Number of the frame (string number, string number, line); -1 when the table is full."""
+def _intern_frame(name, filename, line, strs, frames, table, st):  # type: ignore[no-untyped-def]
+    """Number of the frame (string number, string number, line); -1 when the table is full.
+
+    Its hash is one of the content, not of the numbers, and so the same in every file.
+    """
     secret = st[SECRET]
-    h = _mix(_mix(_mix(_mix(secret, name, secret), filename, secret), line, secret), 0, secret)
+    h = _mix(_mix(_mix(secret, strs[name, 2], secret), strs[filename, 2], secret), line, secret)
+    h = _mix(h, 0, secret)
     mask = table.size - 1
     slot = h & mask
     while True:
@@ -205,7 +209,7 @@ def _intern_frame(name, filename, line, frames, table, st):  # type: ignore[no-u
 
 
 @njit(nogil=True, _nrt=False)
-def _intern_stack(count, stacks, table, pool, st):  # type: ignore[no-untyped-def]
+def _intern_stack(count, frames, stacks, table, pool, st):  # type: ignore[no-untyped-def]
     """Number of the stack whose ``count`` frames lie at the end of ``pool``; -1 when full.
 
     The frames stay in the pool (``N_POOL`` moves on) only where the stack is new.
@@ -214,7 +218,7 @@ def _intern_stack(count, stacks, table, pool, st):  # type: ignore[no-untyped-de
     start = st[N_POOL]
     h = _mix(secret, count, secret)
     for i in range(count):
-        h = _mix(h, pool[start + i], secret)
+        h = _mix(h, frames[pool[start + i], 3], secret)
     h = _mix(h, 0, secret)
     mask = table.size - 1
     slot = h & mask
@@ -382,7 +386,7 @@ def _stack(buf, n, p, seed, st, mk, mv, cont, strs, stab, frames, ftab, stacks, 
             pool[start + count] = frame
             count += 1
         elif op == _APPENDS:
-            k = _intern_stack(count, stacks, ktab, pool, st)
+            k = _intern_stack(count, frames, stacks, ktab, pool, st)
             return (p + 1, k) if k >= 0 else (-1, 0)
         elif op == _EMPTY_DICT and _u8(buf, p + 1) == _MARK:
             p += 2
@@ -416,7 +420,7 @@ def _stack(buf, n, p, seed, st, mk, mv, cont, strs, stab, frames, ftab, stacks, 
                     return -1, 0
             if p + 32 > n or name == NULL or filename == NULL or line == NULL:
                 return -1, 0
-            frame = _intern_frame(name, filename, line, frames, ftab, st)
+            frame = _intern_frame(name, filename, line, strs, frames, ftab, st)
             if frame < 0:
                 return -1, 0
             p = _put(buf, p + 1, st, mk, mv, FRAME, frame)
@@ -580,7 +584,7 @@ def _container(kind, st, cont):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, _nrt=False)
-def _as_frame(target, st, sk, sv, base, cont, frames, ftab):  # type: ignore[no-untyped-def]
+def _as_frame(target, st, sk, sv, base, cont, strs, frames, ftab):  # type: ignore[no-untyped-def]
     """Make the empty dict ``target`` a frame if the stack above ``base`` is name, filename, line.
 
     Returns 1 if so, 0 if it is something else, -1 when the table of frames is full.
@@ -602,7 +606,7 @@ def _as_frame(target, st, sk, sv, base, cont, frames, ftab):  # type: ignore[no-
             line = sv[at + 1]
     if name == NULL or filename == NULL or line == NULL:
         return 0
-    frame = _intern_frame(name, filename, line, frames, ftab, st)
+    frame = _intern_frame(name, filename, line, strs, frames, ftab, st)
     if frame < 0:
         return -1
     cont[target, 0] = FRAMEDICT
@@ -776,7 +780,7 @@ def _walk(buf, seed, st, sk, sv, marks, mk, mv, cont, chunks, hk, hv, strs, stab
                     if (sp - base) & 1:
                         status, reason = DAMAGED, ODD_ITEMS
                         break
-                    made = _as_frame(target, st, sk, sv, base, cont, frames, ftab)
+                    made = _as_frame(target, st, sk, sv, base, cont, strs, frames, ftab)
                     if made < 0:
                         break
                     if made == 1:
@@ -876,7 +880,7 @@ def _numels(target, st, cont, chunks, hk, hv, numels):  # type: ignore[no-untype
 
 
 @njit(nogil=True, _nrt=False)
-def _frames(target, st, cont, chunks, hk, hv, stacks, ktab, pool):  # type: ignore[no-untyped-def]
+def _frames(target, st, cont, chunks, hk, hv, frames, stacks, ktab, pool):  # type: ignore[no-untyped-def]
     """Stack number of a list of frames, kept in its container; False when a table is full."""
     if cont[target, 5] == 3:
         return True
@@ -895,7 +899,7 @@ def _frames(target, st, cont, chunks, hk, hv, stacks, ktab, pool):  # type: igno
                 pool[start + count] = cont[hv[i], 6]
                 count += 1
         c = chunks[c, 2]
-    k = _intern_stack(count, stacks, ktab, pool, st)
+    k = _intern_stack(count, frames, stacks, ktab, pool, st)
     if k < 0:
         return False
     cont[target, 5] = 3
@@ -904,7 +908,7 @@ def _frames(target, st, cont, chunks, hk, hv, stacks, ktab, pool):  # type: igno
 
 
 @njit(nogil=True, _nrt=False)
-def _fold_entry(target, st, cont, chunks, hk, hv, stacks, ktab, pool, numels, rec):  # type: ignore[no-untyped-def]
+def _fold_entry(target, st, cont, chunks, hk, hv, frames, stacks, ktab, pool, numels, rec):  # type: ignore[no-untyped-def]
     """One entry dict of the machine into the next row: 1 done, 0 not an entry, -1 a table is full."""
     row = st[N_ROW]
     if row >= rec.shape[0]:
@@ -964,7 +968,7 @@ def _fold_entry(target, st, cont, chunks, hk, hv, stacks, ktab, pool, numels, re
                 rec[row, key] = cont[value, 6]
                 rec[row, _IMIXED + (0 if key == _IDTYPES else 1)] = cont[value, 7]
             elif what == _FRAMES:
-                if not _frames(value, st, cont, chunks, hk, hv, stacks, ktab, pool):
+                if not _frames(value, st, cont, chunks, hk, hv, frames, stacks, ktab, pool):
                     return -1
                 rec[row, key] = cont[value, 6]
         c = chunks[c, 2]
@@ -976,7 +980,7 @@ def _fold_entry(target, st, cont, chunks, hk, hv, stacks, ktab, pool, numels, re
     return 1
 
 
-def _fold(st, sk, sv, marks, cont, chunks, hk, hv, stacks, ktab, pool, numels, rec, order):  # type: ignore[no-untyped-def]
+def _fold(st, sk, sv, marks, cont, chunks, hk, hv, frames, stacks, ktab, pool, numels, rec, order):  # type: ignore[no-untyped-def]
     """Put the rows of the list of entries in order, folding those that took no short cut.
 
     First closes what was open where the bytes ended: items go to the container below their mark.
@@ -1027,7 +1031,9 @@ def _fold(st, sk, sv, marks, cont, chunks, hk, hv, stacks, ktab, pool, numels, r
                 order[st[N_ORDER]] = hv[i]
                 st[N_ORDER] += 1
             elif hk[i] == REF and cont[hv[i], 0] == DICT and cont[hv[i], 5] != 5:
-                made = _fold_entry(hv[i], st, cont, chunks, hk, hv, stacks, ktab, pool, numels, rec)
+                made = _fold_entry(
+                    hv[i], st, cont, chunks, hk, hv, frames, stacks, ktab, pool, numels, rec
+                )
                 if made < 0:
                     st[STATUS] = GROW
                     return
@@ -1068,7 +1074,7 @@ _compile = njit(
 )  # fmt: skip
 walk: Any = _compile(_walk)
 _compile_fold = njit(
-    types.void(_i1, _b1, _i1, _i1, _i2, _i2, _b1, _i1, _i2, _i4, _i4, _i1, _i2, _i1),
+    types.void(_i1, _b1, _i1, _i1, _i2, _i2, _b1, _i1, _i2, _i2, _i4, _i4, _i1, _i2, _i1),
     nogil=True, _nrt=False, cache=True,
 )  # fmt: skip
 fold: Any = _compile_fold(_fold)
