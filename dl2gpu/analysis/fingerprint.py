@@ -16,11 +16,13 @@ __all__ = ["fingerprint"]
 
 def fingerprint(f: Finding) -> str:
     """16 hexadecimal digits."""
-    marks: set[str] = set()
+    marks: set[str] = set(f.details.get("sides", ()))
     shown = list(f.hangs_at) if f.hangs_at else list(f.cycle)
     if f.first_divergence is not None and not shown:
         shown.append(f.first_divergence)
     for step in shown:
+        if marks and f.kind == "mismatch":
+            break
         if step["op"] == "wait":
             continue
         marks.add(f"{step['op']}@{Names.site_of(step['stack'])}")

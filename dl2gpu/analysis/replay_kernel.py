@@ -417,15 +417,24 @@ def run(
                                 comps[n_comp] = e
                                 n_comp += 1
                                 break
-                            if not passed_before:
-                                u = unit_of[e]
-                                nxt = lane_next[e]
-                                inside = u >= 0 and nxt >= 0 and unit_of[nxt] == u
-                                if not inside:
+                            if passed_before:
+                                if wait_kind[e] != 0:
+                                    # the host is known to have gone past this wait
+                                    completed[e] = True
+                            elif unit_of[e] < 0:
+                                break
+                        u = unit_of[e]
+                        if u >= 0 and not passed_before:
+                            # the host issues a batch as a whole, and waits behind its last member
+                            x = lane_next[e]
+                            if x < 0 or unit_of[x] != u:
+                                x = unit_first[u]
+                                while x >= 0 and unit_of[x] == u:
+                                    if queue_of[x] < 0 and host_blocks[x] and not completed[x]:
+                                        break
+                                    x = lane_next[x]
+                                if x >= 0 and unit_of[x] == u:
                                     break
-                            elif wait_kind[e] != 0:
-                                # the host is known to have gone past this wait
-                                completed[e] = True
                         e = lane_next[e]
                     lane_at[lane] = e
                 else:

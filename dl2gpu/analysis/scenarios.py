@@ -56,7 +56,15 @@ def still_stuck(g: Graph, cause: Cause, lenient: Fixpoint) -> bool:
     return held or not any_part
 
 
-def smallest_safe_buffer(p: Program, job: int, workers: int | None = None) -> int | None:
+def runs(p: Program, job: int, eager_bytes: int, early_release: bool) -> bool:
+    """Does the job run to its end with these buffers?"""
+    lo, hi = p.job_event[job], p.job_event[job + 1]
+    scenario = Scenario(eager_bytes=eager_bytes, early_release=early_release)
+    fix = run(p, scenario, np.array([job], dtype=np.int32), 1)
+    return bool(fix.completed[lo:hi].all())
+
+
+def smallest_safe_buffer(p: Program, job: int, early_release: bool) -> int | None:
     """Smallest eager threshold in bytes under which the job runs to its end; None if there is none.
 
     Only the sizes of its own sends matter. Larger buffers only ever help (there is no wildcard and
@@ -66,18 +74,12 @@ def smallest_safe_buffer(p: Program, job: int, workers: int | None = None) -> in
     sends = (p.kernel["role"][lo:hi] == ROLE["send"]) & (p.kernel["bytes"][lo:hi] < (1 << 62))
     sizes = np.unique(p.kernel["bytes"][lo:hi][sends])
     sizes = sizes[sizes > 0]
-    one = np.array([job], dtype=np.int32)
-
-    def runs(threshold: int) -> bool:
-        fix = run(p, Scenario(eager_bytes=threshold, early_release=True), one, 1)
-        return bool(fix.completed[lo:hi].all())
-
-    if not len(sizes) or not runs(int(sizes[-1])):
+    if not len(sizes) or not runs(p, job, int(sizes[-1]), early_release):
         return None
     low, high = 0, len(sizes) - 1
     while low < high:
         middle = (low + high) // 2
-        if runs(int(sizes[middle])):
+        if runs(p, job, int(sizes[middle]), early_release):
             high = middle
         else:
             low = middle + 1
@@ -93,18 +95,23 @@ def bytes_text(n: int) -> str:
     return f"{n} bytes"
 
 
-def only_unbuffered(p: Program, f: Finding, workers: int | None) -> Finding:
+def only_unbuffered(p: Program, f: Finding) -> Finding:
     """The finding where it holds only under rendezvous (or without early release)."""
     if f.kind in ("unmatched_p2p", "mismatch"):
         # wrong under any reading; whether it stops the job depends on the buffers
         return replace(f, deadlocked=None, condition="stops the job only where the send is not buffered")
     if f.kind not in ("cycle", "order_inversion", "init_cycle", "missing_participant"):
         return f
-    safe = smallest_safe_buffer(p, f.job, workers)
+    early = "while nobody may leave a rooted collective early"
+    safe = smallest_safe_buffer(p, f.job, early_release=False)
     if safe is not None:
         condition = f"only under rendezvous; smallest safe buffer {bytes_text(safe)}"
+    elif runs(p, f.job, 0, early_release=True):
+        condition = f"only {early}"
     else:
-        condition = "only under rendezvous and while nobody may leave a rooted collective early"
+        safe = smallest_safe_buffer(p, f.job, early_release=True)
+        size = f"; smallest safe buffer {bytes_text(safe)}" if safe is not None else ""
+        condition = f"only under rendezvous and {early}{size}"
     return as_potential(f, condition, {"safe_bytes": safe} if safe is not None else {})
 
 

@@ -101,7 +101,7 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
         for cause in causes:
             unconditional = lenient is None or scenarios.still_stuck(graph, cause, lenient)
             made = _finding(p, names, graph, cause, "proven", {})
-            drafts += made if unconditional else [scenarios.only_unbuffered(p, f, workers) for f in made]
+            drafts += made if unconditional else [scenarios.only_unbuffered(p, f) for f in made]
         findings += drafts
         if lenient is not None:
             findings += _hidden(p, names, lenient, drafts, stuck)
@@ -421,7 +421,11 @@ def mismatch_at(
     culprits = split.odd
     kind, reason = "mismatch", "data_dependent_branch"
     first = int(min((e for e in events if p.rank_of[e] in culprits), default=events[0]))
-    details: dict[str, Any] = {"signatures": split.classes, "aspects": split.aspects}
+    details: dict[str, Any] = {
+        "signatures": split.classes,
+        "aspects": split.aspects,
+        "sides": sorted({f"{names.op(int(e))}@{names.site(int(e))}" for e in events}),
+    }
     if divergence is not None:
         first = divergence.event
         details["divergence"] = divergence.details
