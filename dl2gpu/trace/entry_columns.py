@@ -110,7 +110,11 @@ class Columns:
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """Column by its name in :data:`WIDE` or :data:`NARROW`."""
-        return self.wide[WIDE.index(name)] if name in WIDE else self.narrow[NARROW.index(name)]
+        if name in WIDE:
+            wide: npt.NDArray[np.int64] = self.wide[WIDE.index(name)]
+            return wide
+        narrow: npt.NDArray[np.int32] = self.narrow[NARROW.index(name)]
+        return narrow
 
     def text(self, number: int) -> str:
         """String by its number; bytes that are no UTF-8 are replaced."""

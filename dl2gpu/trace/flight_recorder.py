@@ -134,8 +134,11 @@ class _Corpus:
         dump.n = found.n
         dump.groups = found.groups
         if found.n == 0:
-            if not dump.fault and not header.keys() & {"version", "entries", "pg_config"}:
+            known = header.keys() & {"version", "pg_config", "pg_status"}
+            if not known and not isinstance(found.fault, Fault):
                 dump.refused = "no entries and no version: not a Flight Recorder dump"
+            elif not known and found.fault is not None and found.fault.kind == "damaged":
+                dump.refused = found.fault.reason
             return
         record = found.column("record_id")
         dump.first_record = int(record[0])

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from dl2gpu.trace.entry_columns import Fault
 from dl2gpu.trace.flight_recorder_names import member_list
 from dl2gpu.trace.inputs import Input, InputError, Status, TraceFile
-from dl2gpu.trace.entry_columns import Fault
 
 __all__ = ["FORMAT", "Comm", "Dump", "Job", "inputs", "resolve"]
 
@@ -86,7 +86,7 @@ class Dump:
 
     @property
     def only_active(self) -> bool:
-        """Completed operations were left out: holes, or nothing finished where the status says so."""
+        """Completed operations were left out: holes, or nothing finished against the status."""
         if self.holes:
             return True
         if self.n:
@@ -107,9 +107,8 @@ class Dump:
     @property
     def weak_states(self) -> bool:
         """Nothing completed and no start ever seen: completion shows in `retired` at most."""
-        return (
-            not self.completed and bool(self.status) and all(s[1] == -1 for s in self.status.values())
-        )
+        unseen = all(s[1] == -1 for s in self.status.values())
+        return not self.completed and bool(self.status) and unseen
 
     @property
     def one_counter(self) -> bool:
@@ -199,8 +198,8 @@ def _read_config(dump: Dump, members: dict[str, tuple[int, ...]]) -> None:
     for key, value in config.items():
         desc, ranks = "", value
         if isinstance(value, dict):
-            ranks = value.get("ranks")
-            desc = value.get("desc") if isinstance(value.get("desc"), str) else ""
+            ranks, told = value.get("ranks"), value.get("desc")
+            desc = told if isinstance(told, str) else ""
         if isinstance(ranks, str):
             known = members.get(ranks)
             if known is None:
@@ -236,39 +235,57 @@ def _read_status(dump: Dump) -> None:
 
 
 def _ranks(job: Job) -> None:
-    from dl2gpu.trace.rank_names import ranks_from_names
+    """Rank of each dump: from the content, else from the job pattern, else from the names.
 
-    named = None
+    A process is a member of every group that it lists, so the names must agree with that, and
+    where they say nothing, the groups may leave one rank only.
+    """
+    possible = [_common(dump) for dump in job.dumps]
+    inside = [_number(dump.header.get("rank")) for dump in job.dumps]
+    sources = ["in the file"] * len(inside)
+    reasons: list[str | None] = [None] * len(inside)
+    for i, dump in enumerate(job.dumps):
+        if inside[i] is None and dump.file.rank is not None:
+            inside[i], sources[i] = dump.file.rank, "from the job pattern"
+    if any(r is None and d.refused is None for r, d in zip(inside, job.dumps, strict=True)):
+        from dl2gpu.trace.rank_names import ranks_from_names
+
+        world = max((len(r) for d in job.dumps for _, r in _default_groups(d)), default=0)
+        named = ranks_from_names([d.file.path for d in job.dumps], world or None, possible)
+        for i, rank in enumerate(inside):
+            if rank is None:
+                inside[i], reasons[i] = named.ranks[i], named.reason[i]
+                sources[i] = "from the file's name"
     for i, dump in enumerate(job.dumps):
         if dump.refused is not None:
             continue
-        inside, source = _number(dump.header.get("rank")), "in the file"
-        if inside is None:
-            inside, source = dump.file.rank, "from the job pattern"
-        why = None
-        if inside is None:
-            if named is None:
-                named = ranks_from_names([d.file.path for d in job.dumps])
-            inside, source, why = named.ranks[i], "from the file's name", named.reason[i]
-        groups = [(name, ranks) for name, (_, ranks) in dump.config.items() if ranks]
-        if inside is None:
-            # a rank is a member of every group that it knows: one rank may be all that is left
-            common = set.intersection(*(set(ranks) for _, ranks in groups)) if groups else set()
-            if len(common) == 1:
-                inside = common.pop()
-            else:
-                dump.refused = f"which rank wrote it is not known: {why or 'no number in its name'}"
-                continue
-        for name, ranks in groups:
-            if inside not in ranks:
-                shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-                dump.refused = (
-                    f"rank {inside} ({source}) is not a member of group {name!r} [{shown}] that the "
-                    "dump lists as its own: which rank wrote it is not known"
-                )
-                break
+        rank, able = inside[i], possible[i]
+        if rank is None and able is not None and len(able) == 1:
+            rank = next(iter(able))
+        if rank is None:
+            dump.refused = (
+                f"which rank wrote it is not known: {reasons[i] or 'no number in its name'}; "
+                "give one with --job-pattern"
+            )
+        elif able is not None and rank not in able:
+            name, ranks = next((n, r) for n, (_, r) in dump.config.items() if r and rank not in r)
+            shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+            dump.refused = (
+                f"rank {rank} ({sources[i]}) is not a member of group {name!r} [{shown}] that the "
+                "dump lists as its own: which rank wrote it is not known"
+            )
         else:
-            dump.rank = inside
+            dump.rank = rank
+
+
+def _common(dump: Dump) -> frozenset[int] | None:
+    """Ranks that are members of every group which the dump lists; None = any."""
+    groups = {ranks for _, ranks in dump.config.values() if ranks}
+    return frozenset.intersection(*map(frozenset, groups)) if groups else None
+
+
+def _default_groups(dump: Dump) -> list[tuple[str, tuple[int, ...]]]:
+    return [(n, r) for n, (desc, r) in dump.config.items() if r and _is_default(n, desc)]
 
 
 def _duplicates(job: Job, load: Callable[[TraceFile], bytes]) -> None:
@@ -318,7 +335,7 @@ def _communicators(job: Job) -> None:
         for name, (desc, ranks) in dump.config.items():
             if ranks:
                 largest = max(largest, *ranks)
-                if name:  # gloo lists its latest group under the empty name: whose it is, is unknown
+                if name:  # under the empty name gloo lists its latest group: which, is unknown
                     comm(name, desc, ranks)
     for dump in kept:
         for name, desc, _ in dump.groups:
@@ -331,7 +348,7 @@ def _communicators(job: Job) -> None:
             dump.group_comms.append(found[0] if len(found) == 1 else comm(name, desc, ()))
 
     comms = sorted(known.values(), key=lambda c: (_natural(c.name), c.desc, c.ranks))
-    whole = [c for c in comms if _is_default(c)]
+    whole = [c for c in comms if _is_default(c.name, c.desc)]
     sizes = [len(c.ranks) for c in whole if c.ranks]
     job.world_size = max(sizes) if sizes else (largest + 1 if largest >= 0 else None)
     for c in whole:
@@ -350,8 +367,8 @@ def _communicators(job: Job) -> None:
     job.comms = comms
 
 
-def _is_default(comm: Comm) -> bool:
-    return comm.desc == "default_pg" or (comm.name == "0" and comm.desc in {"", "undefined"})
+def _is_default(name: str, desc: str) -> bool:
+    return desc == "default_pg" or (name == "0" and desc in {"", "undefined"})
 
 
 def _natural(name: str) -> tuple[int, int, str]:
@@ -360,7 +377,8 @@ def _natural(name: str) -> tuple[int, int, str]:
 
 def _status(job: Job, dump: Dump) -> None:
     """Communicator of each line of ``pg_status``: it names the group by a number of the process."""
-    own = {g: c for (_, _, g), c in zip(dump.groups, dump.group_comms, strict=True) if g is not None}
+    pairs = zip(dump.groups, dump.group_comms, strict=True)
+    own = {number: comm for (_, _, number), comm in pairs if number is not None}
     elsewhere: dict[int, set[Comm]] | None = None
     done = set()
     for number, values in dump.status.items():

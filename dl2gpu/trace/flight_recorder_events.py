@@ -113,7 +113,11 @@ def events(
             pairs = grown
             table = np.empty(1 << (4 * (n_pairs + n)).bit_length(), dtype=np.int32)
             rehash(pairs, n_pairs, table)
-        facts[[kernel.JOB, kernel.RANK, kernel.BITS]] = dump.job.index, dump.rank, _bits(dump)
+        facts[kernel.JOB], facts[kernel.RANK] = (
+            dump.job.index,
+            -1 if dump.rank is None else dump.rank,
+        )
+        facts[kernel.BITS] = _bits(dump)
         found = np.empty((n, 6), dtype=np.int64)
         split = np.empty((n, 3), dtype=np.int64)
         kernel.map_entries(
@@ -233,9 +237,7 @@ def _operation_table(operations: Iterable[Operation], strings: StringTable) -> A
         bits |= kernel.DROPPED * (not o.recorded)
         bits |= kernel.ON_HOST * (o.backend in HOST_BACKENDS)
         code = op_code(o.op, strings) if o.recorded else 0
-        rows.append(
-            (code, bits, -1 if o.me is None else o.me, -1 if o.peer is None else o.peer)
-        )
+        rows.append((code, bits, -1 if o.me is None else o.me, -1 if o.peer is None else o.peer))
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 

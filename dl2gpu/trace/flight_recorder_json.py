@@ -36,15 +36,17 @@ def decode(data: bytes) -> Columns:
     what stands behind them in the file (pg_config, pg_status) is then missing.
     """
     root, fault = _parse(data)
+    entries: list[Any] = []
+    header: dict[str, Any] = {}
     if isinstance(root, list):
-        entries, header = root, {}
+        entries = root
     elif isinstance(root, dict):
-        entries = root.pop("entries", None) or []
+        found = root.pop("entries", None)
+        entries = found if isinstance(found, list) else []
         header = root
     else:
-        entries, header = [], {}
         fault = fault or Fault("damaged", 0, "neither a JSON object nor a list")
-    columns = _columns(entries if isinstance(entries, list) else [], header)
+    columns = _columns(entries, header)
     columns.fault = fault
     return columns
 

@@ -77,7 +77,7 @@ def _close(g, state, found, wide, bits):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, _nrt=False)
 def _batches(wide, narrow, name_op, ops, bits, state, found):  # type: ignore[no-untyped-def]
-    """Coalesced groups: neighbours on a communicator with the same numbers, up to their end record."""
+    """Coalesced groups: neighbours on a communicator with the same numbers, to their end record."""
     for g in range(state.shape[0]):
         for j in range(8):
             state[g, j] = 0
@@ -189,9 +189,9 @@ def _time(t):  # type: ignore[no-untyped-def]
     return t if 0 < t <= LATEST_NS else NULL
 
 
-def _map(wide, narrow, bits_of, facts, name_op, text_dtype, group_comm, stack_of, ops, dtypes,
-         comms, members, consts, state, found, pairs, pair_table, splits, ints, longs, states,
-         flags):  # type: ignore[no-untyped-def]  # fmt: skip
+def _map(wide, narrow, bits_of, facts, name_op, text_dtype,  # type: ignore[no-untyped-def]
+         group_comm, stack_of, ops, dtypes, comms, members, consts, state, found, pairs,
+         pair_table, splits, ints, longs, states, flags):  # fmt: skip
     """Entries of one file to rows ``facts[OFFSET]`` and following of the output.
 
     Per file: ``wide``, ``narrow``, ``bits_of`` (Columns), ``facts`` (scalars in and out),
@@ -258,7 +258,9 @@ def _map(wide, narrow, bits_of, facts, name_op, text_dtype, group_comm, stack_of
                 root = rank
         if n_given <= 0 or given < 0 or given >= SATURATED or what & BARRIER:
             given = NULL  # no list at all is not the same as no elements
-        if n_got <= 0 or got < 0 or got >= SATURATED or got == given or what & (BARRIER | SEND_RECV):
+        if n_got <= 0 or got < 0 or got >= SATURATED or got == given:
+            got = NULL
+        if what & (BARRIER | SEND_RECV):
             got = NULL
         d = text_dtype[narrow[_IN_DTYPE, i]] if narrow[_IN_DTYPE, i] >= 0 else -1
         if (d < 0 or dtypes[d, 0] < 0) and narrow[_OUT_DTYPE, i] >= 0:

@@ -94,9 +94,7 @@ def member_list(ranks: Any) -> tuple[int, ...]:
         if any(len(p) > 9 for p in parts):
             return ()
         members = tuple(map(int, parts))
-    elif isinstance(ranks, (list, tuple)) and all(
-        type(r) is int and 0 <= r < 10**9 for r in ranks
-    ):
+    elif isinstance(ranks, (list, tuple)) and all(type(r) is int and 0 <= r < 10**9 for r in ranks):
         members = tuple(ranks)
     else:
         return ()
@@ -105,5 +103,7 @@ def member_list(ranks: Any) -> tuple[int, ...]:
 
 def version_pair(version: Any) -> tuple[int, int] | None:
     """("2.10") -> (2, 10), so that versions compare as numbers; None where there is none."""
-    found = re.match(r"\s*([0-9]{1,6})\.([0-9]{1,6})", version) if isinstance(version, str) else None
+    if not isinstance(version, str):
+        return None
+    found = re.match(r"\s*([0-9]{1,6})\.([0-9]{1,6})", version)
     return (int(found[1]), int(found[2])) if found else None

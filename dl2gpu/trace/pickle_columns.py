@@ -25,7 +25,6 @@ MAX_BYTES: Final = (1 << 31) - 1
 
 _QUOTA: Final = 8192
 _KEEP_BYTES: Final = 64 << 20
-_MAX_NODES: Final = 4_000_000
 
 _REASONS: Final = {
     kernel.UNDERFLOW: "an opcode needs more values than there are",
@@ -151,7 +150,7 @@ class _Machine:
             ("frames", "ftab", used[kernel.N_FRAME]),
             ("stacks", "ktab", used[kernel.N_STACK]),
         ):
-            if 2 * (count + 64) > getattr(self, table).size:
+            if 2 * (count + kernel.ROOM) > getattr(self, table).size:
                 setattr(self, table, np.empty(4 * getattr(self, table).size, dtype=np.int32))
                 self._enlarge(rows, getattr(self, table).size // 2)
                 kernel.rehash(getattr(self, rows), count, getattr(self, table))
@@ -193,7 +192,7 @@ class _Machine:
             self.rec, self.order[: st[kernel.N_ORDER]], raw, stacks,
             self.numels[: st[kernel.N_NUMEL]].copy(),
         )  # fmt: skip
-        columns.header = self._header(raw)
+        columns.header = self._header(raw, len(data))
         columns.lost = st[kernel.BAD_ENTRIES]
         columns.fault = fault
         return columns
@@ -203,15 +202,16 @@ class _Machine:
         if status == kernel.STOPPED:
             return None
         if status == kernel.TRUNCATED:
-            return Fault("truncated", offset, f"the pickle ends at byte {offset} without its end mark")
+            return Fault(
+                "truncated", offset, f"the pickle ends at byte {offset} without its end mark"
+            )
         if status == kernel.DAMAGED:
             reason = _REASONS[int(self.st[kernel.REASON])]
             return Fault("damaged", offset, f"damaged at byte {offset}: {reason}")
         name = _opcode_name(int(buf[offset]))
         if name is None:
-            return Fault(
-                "damaged", offset, f"damaged at byte {offset}: 0x{int(buf[offset]):02x} is no opcode"
-            )
+            what = f"0x{int(buf[offset]):02x} is no opcode"
+            return Fault("damaged", offset, f"damaged at byte {offset}: {what}")
         return Fault(
             "refused",
             offset,
@@ -219,11 +219,11 @@ class _Machine:
             "nothing of the file was used",
         )
 
-    def _header(self, raw: list[bytes]) -> dict[str, Any]:
+    def _header(self, raw: list[bytes], budget: int) -> dict[str, Any]:
         """The root dict but for its entries, as Python objects.
 
-        A value that is nested too deep, or that is shared so often that it would unfold to more
-        nodes than the machine has read, is left out.
+        A value that is nested too deep is left out, and one that is shared so often that it would
+        unfold to more than ``budget`` nodes, the bytes of the file.
         """
         st = self.st
         if not st[kernel.SP] or self.sk[0] != kernel.REF:
@@ -232,7 +232,6 @@ class _Machine:
         if self.cont[root, 0] != kernel.DICT:
             return {}
         hk, hv = self.hk, self.hv
-        budget = _MAX_NODES
 
         def children(c: int) -> list[tuple[int, int]]:
             out: list[tuple[int, int]] = []
@@ -286,4 +285,3 @@ def _opcode_name(byte: int) -> str | None:
     import pickletools  # only ever needed for the message
 
     return next((op.name for op in pickletools.opcodes if ord(op.code) == byte), None)
-

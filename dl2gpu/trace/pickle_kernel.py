@@ -69,6 +69,7 @@ STATE: Final = 21
 CONT: Final = 9
 
 MAX_DEPTH: Final = 16
+ROOM: Final = 256  # free places in every table that the short cut asks for
 LEAST_KEYS: Final = 4  # a dict with fewer known keys, or without profiling_name, is no entry
 
 # what the short cut does with the value of each keyword
@@ -102,11 +103,11 @@ _NONE, _NEWTRUE, _NEWFALSE = 0x4E, 0x88, 0x89
 _SETITEMS, _SETITEM, _APPENDS, _APPEND = 0x75, 0x73, 0x65, 0x61
 
 
-def _loader(bits: int) -> Any:
+def _loader(bits: int, signed: bool = False) -> Any:
     """Unaligned little-endian load of ``bits`` bits from a byte array, without index wraparound."""
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def load(typingctx: Any, buf: Any, at: Any) -> Any:
+    @intrinsic
+    def load(_typing: Any, buf: Any, at: Any) -> Any:
         signature = types.int64(buf, at)
 
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -114,7 +115,10 @@ def _loader(bits: int) -> Any:
             pointer = cgutils.gep(builder, array.data, args[1])
             pointer = builder.bitcast(pointer, ir.IntType(bits).as_pointer())
             value = builder.load(pointer, align=1)
-            return builder.zext(value, ir.IntType(64)) if bits < 64 else value
+            if bits == 64:
+                return value
+            extend = builder.sext if signed else builder.zext
+            return extend(value, ir.IntType(64))
 
         return signature, codegen
 
@@ -122,6 +126,7 @@ def _loader(bits: int) -> Any:
 
 
 _u8, _u16, _u32, _u64 = _loader(8), _loader(16), _loader(32), _loader(64)
+_i32 = _loader(32, signed=True)
 
 
 @njit(nogil=True, _nrt=False)
@@ -262,7 +267,7 @@ def _times(a, b):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, _nrt=False, forceinline=True)
 def _text(buf, n, p, seed, st, mk, mv, strs, stab):  # type: ignore[no-untyped-def]
-    """String at ``p``, fetched or new and memoised: (position after it, number); -1 = unexpected."""
+    """String at ``p``, fetched or new and memoised: (position after, number); -1 = unexpected."""
     op = _u8(buf, p)
     if op == _BINGET or op == _LONG_BINGET:
         if op == _BINGET:
@@ -331,7 +336,7 @@ def _sizes(buf, n, p, st, numels, rec, row, key):  # type: ignore[no-untyped-def
                     numel = _times(numel, _u16(buf, p + 1))
                     p += 3
                 elif op == _BININT:
-                    numel = _times(numel, np.int64(np.int32(_u32(buf, p + 1))))
+                    numel = _times(numel, _i32(buf, p + 1))
                     p += 5
                 elif op == _LONG1 and _u8(buf, p + 1) == 8:
                     numel = _times(numel, _u64(buf, p + 2))
@@ -360,7 +365,8 @@ def _sizes(buf, n, p, st, numels, rec, row, key):  # type: ignore[no-untyped-def
 
 
 @njit(nogil=True, _nrt=False, forceinline=True)
-def _stack(buf, n, p, seed, st, mk, mv, cont, strs, stab, frames, ftab, stacks, ktab, pool):  # type: ignore[no-untyped-def]
+def _stack(buf, n, p, seed, st, mk, mv, cont, strs, stab,  # type: ignore[no-untyped-def]
+           frames, ftab, stacks, ktab, pool):  # fmt: skip
     """List of frames at ``p``: (position after it, stack number); -1 = unexpected."""
     if _u8(buf, p) != _EMPTY_LIST or _u8(buf, p + 1) != _MARK:
         return -1, 0
@@ -410,7 +416,7 @@ def _stack(buf, n, p, seed, st, mk, mv, cont, strs, stab, frames, ftab, stacks, 
                         line = _u8(buf, p + 1)
                         p += 2
                     elif op == _BININT:
-                        line = np.int64(np.int32(_u32(buf, p + 1)))
+                        line = _i32(buf, p + 1)
                         p += 5
                     else:
                         return -1, 0
@@ -434,7 +440,8 @@ def _stack(buf, n, p, seed, st, mk, mv, cont, strs, stab, frames, ftab, stacks, 
 
 
 @njit(nogil=True, _nrt=False, forceinline=True)
-def _entry(buf, n, p, seed, st, mk, mv, cont, strs, stab, frames, ftab, stacks, ktab, pool, numels, rec):  # type: ignore[no-untyped-def]
+def _entry(buf, n, p, seed, st, mk, mv, cont, strs, stab,  # type: ignore[no-untyped-def]
+           frames, ftab, stacks, ktab, pool, numels, rec):  # fmt: skip
     """Short cut: an entry dict in the writer's own layout, after its MARK at ``p``, into ``rec``.
 
     Returns the position after its SETITEMS, or -1 where anything is unexpected; the tables may
@@ -474,7 +481,7 @@ def _entry(buf, n, p, seed, st, mk, mv, cont, strs, stab, frames, ftab, stacks, 
                 rec[row, key] = _u64(buf, p + 2)
                 p += 10
             elif op == _BININT:
-                rec[row, key] = np.int64(np.int32(_u32(buf, p + 1)))
+                rec[row, key] = _i32(buf, p + 1)
                 p += 5
             elif op == _NEWFALSE:
                 rec[row, key] = 0
@@ -614,8 +621,8 @@ def _as_frame(target, st, sk, sv, base, cont, strs, frames, ftab):  # type: igno
     return 1
 
 
-def _walk(buf, seed, st, sk, sv, marks, mk, mv, cont, chunks, hk, hv, strs, stab, frames, ftab,
-          stacks, ktab, pool, numels, rec, quota):  # type: ignore[no-untyped-def]  # fmt: skip
+def _walk(buf, seed, st, sk, sv, marks, mk, mv, cont, chunks, hk, hv,  # type: ignore[no-untyped-def]
+          strs, stab, frames, ftab, stacks, ktab, pool, numels, rec, quota):  # fmt: skip
     """Run at most ``quota`` opcodes from ``st[POS]``; why it stopped is in ``st[STATUS]``.
 
     The caller keeps ``quota`` free places in the stack, the heap, the containers and the chunks
@@ -686,7 +693,7 @@ def _walk(buf, seed, st, sk, sv, marks, mk, mv, cont, chunks, hk, hv, strs, stab
             st[SP] = sp + 1
         elif op == _BININT:
             sk[sp] = INT
-            sv[sp] = np.int64(np.int32(_u32(buf, p + 1)))
+            sv[sp] = _i32(buf, p + 1)
             st[SP] = sp + 1
         elif op == _LONG1 or op == _LONG4:
             length = _u8(buf, p + 1) if op == _LONG1 else _u32(buf, p + 1)
@@ -741,7 +748,14 @@ def _walk(buf, seed, st, sk, sv, marks, mk, mv, cont, chunks, hk, hv, strs, stab
                 # entries lie in a list: try the short cut, and come back here where it gives up
                 first, key = _text(buf, n, q + 1, seed, st, mk, mv, strs, stab)
                 if first > 0 and key < _N_WORDS and _CLASS[key] != _OTHER:
-                    if st[N_ROW] >= rec.shape[0]:
+                    if (
+                        st[N_ROW] >= rec.shape[0]
+                        or st[N_POOL] + ROOM > pool.size
+                        or st[N_NUMEL] + ROOM > numels.size
+                        or 2 * (st[N_STR] + ROOM) > stab.size
+                        or 2 * (st[N_FRAME] + ROOM) > ftab.size
+                        or 2 * (st[N_STACK] + ROOM) > ktab.size
+                    ):
                         break
                     q = _entry(buf, n, q + 1, seed, st, mk, mv, cont, strs, stab, frames, ftab,
                                stacks, ktab, pool, numels, rec)  # fmt: skip
@@ -909,7 +923,7 @@ def _frames(target, st, cont, chunks, hk, hv, frames, stacks, ktab, pool):  # ty
 
 @njit(nogil=True, _nrt=False)
 def _fold_entry(target, st, cont, chunks, hk, hv, frames, stacks, ktab, pool, numels, rec):  # type: ignore[no-untyped-def]
-    """One entry dict of the machine into the next row: 1 done, 0 not an entry, -1 a table is full."""
+    """An entry dict of the machine into the next row: 1 done, 0 no entry, -1 a table is full."""
     row = st[N_ROW]
     if row >= rec.shape[0]:
         return -1
