@@ -548,9 +548,9 @@ def programs() -> st.SearchStrategy[Program]:
     return st.randoms(use_true_random=False).map(random_program)
 
 
-def batches(n: int) -> st.SearchStrategy[list[Program]]:
-    """``n`` programs an example: the analysis works on many jobs at once."""
-    return st.integers(0, 2**32 - 1).map(lambda seed: from_seed(seed, n))
+def seeds() -> st.SearchStrategy[int]:
+    """A seed for :func:`from_seed`: shown as a number, it makes the example again."""
+    return st.integers(0, 2**32 - 1)
 
 
 def smaller(program: Program, fails: Callable[[Program], bool]) -> Program:
