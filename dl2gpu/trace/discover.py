@@ -150,10 +150,10 @@ def _resolve(given: str) -> tuple[str, str | None]:
         return given.rstrip("/"), None
     path = Path(local).expanduser().resolve()
     try:
-        folder = stat.S_ISDIR(path.stat().st_mode)
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
     except OSError as e:
         raise InputError(f"{given}: expected a folder or a file, found none ({e.strerror})") from e
-    return (str(path), None) if folder else (str(path.parent), path.name)
+    return (str(path), None) if is_folder else (str(path.parent), path.name)
 
 
 def _label(roots: list[_Root]) -> None:

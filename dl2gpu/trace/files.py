@@ -141,13 +141,22 @@ def read_head(url: str, size: int) -> tuple[bytes, str | None]:
     kind = compression(head)
     if kind is None:
         return head, None
-    out = bytearray()
-    with contextlib.suppress(_StreamError):
-        for part in _inflate(head, kind):
-            out += part
-            if len(out) >= size:
-                break
+    # A block gives nothing before it is whole: up to 128 kB in zstd, 900 kB in bzip2.
+    for step in _HEAD_STEPS:
+        if step > size:
+            head = _read_range(url, 0, step)
+        out = bytearray()
+        with contextlib.suppress(_StreamError):
+            for part in _inflate(head, kind):
+                out += part
+                if len(out) >= size:
+                    break
+        if len(out) >= size or len(head) < step:
+            break
     return bytes(out[:size]), kind
+
+
+_HEAD_STEPS: Final = (4 << 10, 128 << 10, 1 << 20)
 
 
 def read_tail(url: str, size: int) -> bytes:

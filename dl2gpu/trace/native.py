@@ -53,7 +53,7 @@ from dl2gpu.trace.schema import (
 
 __all__ = ["read", "write_jsonl"]
 
-_CHUNK: Final = 8 << 20
+_CHUNK: Final = 4 << 20
 """Bytes parsed at once. Bounds the memory of a chunk made of the shortest possible lines."""
 
 
@@ -134,6 +134,7 @@ class _Reader:
         self.frames: list[pl.DataFrame] = []
         self.chunk: list[tuple[int, bytes | memoryview]] = []
         self.chunk_bytes = 0
+        self.trusted = False  # what is parsed now comes from `clean`
 
     # ---- files
 
@@ -230,7 +231,7 @@ class _Reader:
         kind = kind_of(line)
         if kind == "op":
             return kind
-        if repeated_key(line) or kind == "header":
+        if repeated_key(line, kind) or kind == "header":
             raise RefusedError
         if kind == "comm":
             comm = self.comm_lines[line] = decode_comm(line)
@@ -252,7 +253,7 @@ class _Reader:
         job = np.repeat(np.array([f.job for f in of], np.int32), width)
         exact = np.repeat(np.array([f.header.defaults is False for f in of]), width)
         try:
-            self.frames.append(encode(lines.text(), lines.file, job, exact, self.names))
+            frame = encode(lines.text(), lines.file, job, exact, self.names, trusted=self.trusted)
         except RefusedError:
             if len(of) == 1:
                 of[0].refused = True
@@ -260,6 +261,8 @@ class _Reader:
             second = lines.file >= of[len(of) // 2].index
             self._operations(lines.only(~second))
             self._operations(lines.only(second))
+        else:
+            self.frames.append(frame)
 
     # ---- the end
 
@@ -282,6 +285,7 @@ class _Reader:
         self.frames = [t.filter(~pl.col("__file").is_in(gone)) for t in self.frames]
 
     def _second_reading(self, refused: list[_File]) -> None:
+        self.trusted = True
         for file in refused:
             file.comms, file.statuses, file.end, file.skipped = [], [], None, {}
             file.refused = False
@@ -438,17 +442,16 @@ def _header(line: bytes, number: int) -> Header:
     except (msgspec.MsgspecError, RecursionError):
         clean(line)  # raises with the place
         raise
-    twice = repeated_key(line)
-    if twice:
-        clean(line)
+    if repeated_key(line, kind):
+        clean(line)  # raises with the place
     if header.format != "dl2gpu.trace":
         raise InputError(
             f"line {number}: key format: expected 'dl2gpu.trace', found {header.format!r}"
         )
     if header.version != 1:
         raise InputError(
-            f"line {number}: key version: expected 1, found {header.version}: written by a newer "
-            "dl2gpu; read it with that one"
+            f"line {number}: key version: expected 1, found {header.version}: written by another "
+            "version of dl2gpu; read it with that one"
         )
     return header
 
@@ -519,8 +522,8 @@ def _choose(
         paths = ", ".join(f.source.path for f in files)
         for file in files:
             file.quarantine(
-                f"several files say they are rank {rank} of this job and nothing tells which is the "
-                f"newest ({paths}): keep one of them, or put each attempt into its own folder"
+                f"several files say they are rank {rank} of this job and nothing tells which is "
+                f"the newest ({paths}): keep one of them, or put each attempt into its own folder"
             )
         return
     for file in files:
@@ -695,7 +698,7 @@ class _Communicators:
         size = max(self.codes.values()) + 1
         table = np.full(size, -1, np.int32)
         apart: list[tuple[int, str, int]] = []
-        for (job, comm), code in self.codes.items():
+        for (job, comm), code in sorted(self.codes.items()):
             if code not in used:
                 continue
             if len(self.by_members.get((job, comm), ())) > 1:

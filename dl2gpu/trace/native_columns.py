@@ -111,7 +111,7 @@ class Lines:
 # Keys
 
 _S, _I, _B = pl.String(), pl.Int64(), pl.Boolean()
-_INTS, _TEXTS = pl.List(pl.Int64()), pl.List(pl.String())
+_INTS = pl.List(pl.Int64())
 
 _KEYS: Final[dict[str, pl.DataType]] = {
     "kind": _S, "seq": _I, "op": _S, "lane": _I, "comm": _S, "stream": _S, "blocking": _B,
@@ -170,25 +170,49 @@ _ODD_ESCAPE: Final = re.compile(rb"\\u(?:00[4-7]|[dD][89a-fA-F])")
 """Letters written as escapes could hide a key; halves of surrogate pairs are no text."""
 
 
-def present_keys(text: bytes) -> dict[str, pl.DataType]:
+def present_keys(text: bytes, *, trusted: bool = False) -> dict[str, pl.DataType]:
     """Known keys that stand in ``text`` (lines of operations), with the types to parse them as.
+
+    Args:
+        text: the lines.
+        trusted: they come from ``native_lines.clean``: nothing in them is doubtful.
 
     Raises:
         RefusedError: a key stands twice in a line, a value begins as its key does not allow, or
             the text is written in a way that this scan cannot follow.
     """
-    if b"\\" in text and _ODD_ESCAPE.search(text):
+    seen = 0
+    start = 0
+    while start < len(text):
+        stop = text.find(b"\n", min(start + _BLOCK, len(text) - 1)) + 1 or len(text)
+        seen |= _keys_of_block(text[start:stop], trusted=trusted)
+        start = stop
+    return {name: dtype for i, (name, dtype) in enumerate(_KEYS.items()) if seen >> i & 1}
+
+
+_BLOCK: Final = 1 << 20
+"""Bytes scanned at once: the arrays of one step stay in the processor's cache for the next."""
+
+
+def _keys_of_block(text: bytes, *, trusted: bool) -> int:
+    """The keys in some lines, one bit for each."""
+    if not trusted and b"\\" in text and _ODD_ESCAPE.search(text):
         raise RefusedError
     byte = np.frombuffer(text, np.uint8)
     quote = byte[:-1] == 34
     after = byte[1:]
-    if (quote & (after <= 32)).any():  # `"key" :`, or a text that begins with a space
+    if (
+        not trusted and (quote & (after <= 32)).any()
+    ):  # `"key" :`, or a text that begins with a space
         raise RefusedError
     at = np.flatnonzero(quote & (after == 58))
     at = at[(at > 0) & (byte[at - 1] != 92)]  # not the end of a key, but \": within a text
     key = _ID[_slot(_words_before(text, at))]
     known = key > 0
     at, key = at[known], key[known]
+    bits = _BIT[key]
+    if trusted:
+        return int(np.bitwise_or.reduce(bits))
 
     first = byte[np.minimum(at + 2, len(byte) - 1)]
     first = np.where(first == 32, byte[np.minimum(at + 3, len(byte) - 1)], first)
@@ -196,7 +220,6 @@ def present_keys(text: bytes) -> dict[str, pl.DataType]:
     if (wrong | (_IS_NAME[key] & _TRUE_FALSE[first])).any():
         raise RefusedError
 
-    bits = _BIT[key]
     ends = np.flatnonzero(byte == 10)
     bounds = np.searchsorted(at, ends)
     starts = np.concatenate(([0], bounds[:-1]))
@@ -205,8 +228,7 @@ def present_keys(text: bytes) -> dict[str, pl.DataType]:
     once = np.bitwise_or.reduceat(bits, starts)
     if (once != np.add.reduceat(bits, starts)).any():
         raise RefusedError
-    seen = int(np.bitwise_or.reduce(once))
-    return {name: dtype for i, (name, dtype) in enumerate(_KEYS.items()) if seen >> i & 1}
+    return int(np.bitwise_or.reduce(once))
 
 
 def _words_before(text: bytes, at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -263,6 +285,8 @@ def encode(
     job: npt.NDArray[np.int32],
     exact: npt.NDArray[np.bool_],
     names: Interned,
+    *,
+    trusted: bool = False,
 ) -> pl.DataFrame:
     """The event columns of operation lines, and ``__file``.
 
@@ -273,6 +297,7 @@ def encode(
         exact: (lines,) true: an absent key is null and names are catalogue spellings already;
             false: the defaults of the format apply.
         names: extended with what is new.
+        trusted: as for :func:`present_keys`.
 
     Returns:
         Frame with the columns of EVENTS but without ranks; ``comm`` and ``new_comm`` hold codes of
@@ -281,7 +306,7 @@ def encode(
     Raises:
         RefusedError: some line is not what the format allows.
     """
-    schema = present_keys(text)
+    schema = present_keys(text, trusted=trusted)
     if "seq" not in schema or "op" not in schema:
         raise RefusedError
     frame = parse(text, schema)
@@ -406,7 +431,7 @@ def _to_int(texts: pl.Series) -> pl.Series:
 
 
 def _requests(texts: pl.Series) -> pl.Series:
-    """ "all" and "[]" as the empty list, "[1, 2]" as the list of its numbers."""
+    """The empty list for "all" and "[]", the list of its numbers for "[1, 2]"."""
     frame = pl.DataFrame({"text": texts}).with_row_index("row")
     every = frame.filter(pl.col("text").is_in(["all", "[]"])).select(
         "row", list=pl.lit([], pl.List(pl.Int64))
@@ -437,17 +462,21 @@ def _splits(lists: pl.Series) -> pl.Series:
 _RAW: Final = re.compile(r"[\\\x00-\x1f]")
 
 
+class _Stack(msgspec.Struct):
+    stack: list[str] | None = None
+
+
 def _stacks(texts: pl.Series, text: bytes, known: dict[tuple[str, ...], int]) -> pl.Series:
     def code(frames: Iterable[str]) -> int:
         return known.setdefault(tuple(frames), len(known))
 
     distinct = texts.drop_nulls().unique(maintain_order=True)
-    if any(_RAW.search(t) for t in distinct):
-        # Polars does not escape what it must when it gives a list as text: parse the lists.
-        lists = parse(text, {"stack": _TEXTS})["stack"]
-        codes = [None if frames is None else code(frames) for frames in lists.to_list()]
-        return pl.Series(texts.name, codes, pl.Int32)
     try:
+        if any(_RAW.search(t) for t in distinct):
+            # Polars does not escape what it must when it gives a list as text.
+            found = msgspec.json.Decoder(_Stack).decode_lines(text)
+            codes = [None if x.stack is None else code(x.stack) for x in found]
+            return pl.Series(texts.name, codes, pl.Int32)
         new = [code(msgspec.json.decode(t, type=list[str])) for t in distinct]
     except msgspec.MsgspecError as e:
         raise RefusedError from e

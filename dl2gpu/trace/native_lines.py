@@ -228,12 +228,17 @@ def clean(data: bytes) -> Clean:
                     "The order of this rank's operations has a hole; the file is not used"
                 ) from e
             return Clean(b"\n".join(out) + b"\n", f"{fault}: the end of the file was dropped")
-        twice = repeated_key(line)
+        twice = repeated_key(line, kind)
         if twice is not None:
             key, column = twice
             raise InputError(
                 f"line {number}, column {column}: key {key!r} stands twice in one object; "
                 "expected each key once"
+            )
+        if isinstance(record, Header) and out:
+            raise InputError(
+                f"line {number}: a second header: expected one rank and attempt in a file; split "
+                "the file there"
             )
         if isinstance(record, Op):
             line = _checked(record, number, seen)
@@ -267,7 +272,7 @@ def _place(message: str) -> str:
     """A message of msgspec, ``Expected `int`, got `str` - at `$.seq```, worded as our others."""
     what, _, path = message.partition(" - at `")
     what = what.replace("`", "").replace(", got", ", found")
-    what = what[0].lower() + what[1:]
+    what = what[0].lower() + what[1:].replace("int | float | str", "a name")
     if not path:
         return what
     return f"key {path.rstrip('`').removeprefix('$.') or 'of the line'}: {what}"
@@ -280,15 +285,25 @@ def _column(error: Exception, line: bytes) -> str:
     at = re.search(r"\(byte (\d+)\)", text)
     if at:
         what = text[: at.start()].strip().lower().replace("json is malformed: ", "")
-        return f"column {int(at.group(1)) + 1}: not JSON ({what})"
-    return f"column {len(line)}: the line is cut short"
+        column = int(at.group(1)) + ("trailing" not in what)  # there msgspec is one byte further
+        return f"column {column}: not JSON ({what})"
+    return f"column {len(line) + 1}: the line is cut short"
 
 
 _TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"(\s*:)?|[{}\[\]]')
 
 
-def repeated_key(line: bytes) -> tuple[str, int] | None:
-    """A key that stands twice in the outer object of a valid line, and its column (from 1)."""
+_FIELDS: Final = {
+    kind: frozenset(type_.__struct_fields__) | {"kind"}
+    for kind, type_ in (
+        ("header", Header), ("comm", Comm), ("end", End), ("status", Status), ("op", Op)
+    )
+}  # fmt: skip
+
+
+def repeated_key(line: bytes, kind: str) -> tuple[str, int] | None:
+    """A known key that stands twice in the outer object of a line, and its column (from 1)."""
+    known = _FIELDS.get(kind, frozenset())
     depth = 0
     keys: set[str] = set()
     for token in _TOKEN.finditer(line):
@@ -302,5 +317,6 @@ def repeated_key(line: bytes) -> tuple[str, int] | None:
             key = str(msgspec.json.decode(text))
             if key in keys:
                 return key, token.start() + 1
-            keys.add(key)
+            if key in known:
+                keys.add(key)
     return None

@@ -169,7 +169,7 @@ def _heads(trace: Trace) -> dict[tuple[int, int], tuple[list[str], list[str]]]:
 
 
 def _comm_ids(trace: Trace) -> dict[int, str]:
-    """Id of each communicator, in the order of the table; made unique in its job where it is not."""
+    """Id of each communicator, in the order of the table; made unique in its job if it is not."""
     taken: set[tuple[int, str]] = set()
     ids: dict[int, str] = {}
     for comm, job, text in trace.comms.sort("comm").select("comm", "job", "id").iter_rows():
@@ -214,7 +214,7 @@ def _bodies(trace: Trace) -> dict[tuple[int, int], pl.Series]:
     events = trace.events.sort("job", "rank", "lane", "seq")
     lines = events.select("job", "rank", line=_operation(trace))
     return {
-        (int(key[0]), int(key[1])): part["line"]  # type: ignore[call-overload]
+        (int(key[0]), int(key[1])): part["line"]
         for key, part in lines.partition_by(["job", "rank"], as_dict=True).items()
     }
 
