@@ -15,6 +15,7 @@ from typing import Final
 
 import polars as pl
 
+from dl2gpu.analysis.replay_kernel import count_along, repeats_along
 from dl2gpu.analysis.signatures import compare_collectives, compare_messages
 from dl2gpu.analysis.tables import NCCL_LIKE, Prepared, is_collective, prepare
 from dl2gpu.trace.schema import ANY, EXIT, FLAG, OP, Trace
@@ -23,9 +24,6 @@ __all__ = ["KIND", "ROLE", "Matching", "match", "match_prepared"]
 
 KIND: Final = {"synchronising": 0, "root_sends": 1, "root_receives": 2, "message": 3}
 ROLE: Final = {"none": 0, "member": 1, "root": 2, "send": 3, "recv": 4, "probe": 5}
-
-_MAX_SPARSE: Final = 4
-"""Ordinals may leave gaps up to this factor before node numbers are made dense by a join."""
 
 
 @dataclass(frozen=True)
@@ -79,103 +77,68 @@ def match_prepared(p: Prepared) -> Matching:
 # Collectives
 
 
-def _ordinals(p: Prepared) -> pl.LazyFrame:
-    """Collective events with ``k``: the source's ordinal, or counted per communicator and rank.
+def _collectives(p: Prepared) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """(events: i, node, role, alone, k) and the node table of all collectives.
 
-    A communicator is numbered by the source only if all its events carry a number. Where one is
-    counted, an empty collective on NCCL takes no number (the library drops the call), and a
-    communicator of which a member lost its start cannot be counted at all.
+    ``k`` is the source's ordinal where all events of the communicator carry one, else counted per
+    communicator and rank. Where one is counted, an empty collective on NCCL takes no number (the
+    library drops the call), and a communicator of which a member lost its start is not counted.
+    Members of a batch may bear one number (coalesced collectives): the k-th then meets the k-th.
     """
     coll = (
         p.events.lazy()
         .filter(is_collective(pl.col("op")))
         .select(
-            "i", "r", "job", "rank", "comm", "op", "root", "bytes", "count", "count_out", "dtype",
+            "i", "r", "rank", "comm", "op", "root", "bytes", "count", "count_out", "dtype",
             "reduce_op", "new_comm", "split", "flags", "done", "ordinal",
         )
-        .join(p.jobs.lazy().select("job", "semantics", "source"), on="job", how="left")
-        .join(p.comms.lazy().select("comm", "size"), on="comm", how="left")
-        .with_columns(
-            # Flight Recorder writes all_to_all with uneven splits under the same name
-            flags=pl.when(
-                (pl.col("op") == OP["all_to_all"]) & (pl.col("source") == "flight_recorder")
-            )
-            .then(pl.col("flags") | FLAG["sizes_incomparable"])
-            .otherwise("flags"),
-            empty=(pl.col("semantics") == NCCL_LIKE)
-            & ((pl.col("count") == 0) & (pl.col("count_out").fill_null(0) == 0)).fill_null(False)
-        )
-    )  # fmt: skip
-    if p.events["ordinal"].null_count() == 0:
-        return coll.with_columns(k=pl.col("ordinal"), aligned=pl.lit(True))
-    numbered = (
-        coll.group_by("comm").agg(
-            by_source=pl.col("ordinal").is_not_null().all(),
-        )
-    )
-    lossy = p.ranks.lazy().select("r", lost=pl.col("lost_before").fill_null(1) > 0)
-    uncountable = (
-        coll.join(lossy, on="r", how="left").group_by("comm").agg(lost=pl.col("lost").any())
-    )
-    counted = (
-        coll.join(numbered, on="comm", how="left")
-        .filter(~pl.col("by_source") & ~pl.col("empty"))
-        .select("i", "comm", "r", one=pl.col("i") * 0 + 1)
-        .with_columns(nth=pl.col("one").cast(pl.Int64).cum_sum().over("comm", "r", order_by="i"))
-        .select("i", "nth")
-    )
-    return (
-        coll.join(numbered, on="comm", how="left")
-        .join(uncountable, on="comm", how="left")
-        .join(counted, on="i", how="left")
-        .with_columns(
-            k=pl.when("by_source").then("ordinal").otherwise("nth"),
-            aligned=(pl.col("by_source") | ~pl.col("lost")) & (pl.col("by_source") | ~pl.col("empty")),
-        )
-        .drop("by_source", "lost", "nth")
-    )
-
-
-def _collectives(p: Prepared) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """(events: i, node, role, alone, k) and the node table of all collectives."""
-    coll = _ordinals(p).with_columns(
-        alone=(pl.col("size") == 1) | pl.col("empty") | ~pl.col("aligned") | pl.col("k").is_null()
-    )
-    span = (
-        coll.filter(~pl.col("alone"))
-        .group_by("comm")
-        .agg(low=pl.col("k").min(), high=pl.col("k").max())
-        .sort("comm")
-        .with_columns(width=pl.col("high") - pl.col("low") + 1)
-        .with_columns(base=pl.col("width").cum_sum() - pl.col("width"))
         .collect()
-    )
-    slots = int(span["width"].sum() or 0)
-    n_events = p.events.height
-    slot = pl.col("base") + pl.col("k") - pl.col("low")
-    placed = coll.join(span.lazy().select("comm", "low", "base"), on="comm", how="left").with_columns(
-        node=pl.when("alone").then(None).otherwise(slot)
-    )
-    if slots > _MAX_SPARSE * n_events + 1024:
-        # ordinals with huge gaps (damaged or hostile numbers): number the ones that occur
-        dense = (
-            coll.filter(~pl.col("alone"))
-            .select("comm", "k").unique().sort("comm", "k").with_row_index("dense")
-        )  # fmt: skip
-        placed = placed.drop("node").join(dense, on=["comm", "k"], how="left").with_columns(
-            node=pl.when("alone").then(None).otherwise("dense")
+    )  # fmt: skip
+    about = _about_comms(p, coll)
+    coll = coll.lazy().join(about.lazy(), on="comm", how="left", maintain_order="left").with_columns(
+        empty=pl.col("nccl")
+        & ((pl.col("count") == 0) & (pl.col("count_out").fill_null(0) == 0)).fill_null(False),
+        flags=pl.when(pl.col("any_sizes") & (pl.col("op") == OP["all_to_all"]))
+        .then(pl.col("flags") | FLAG["sizes_incomparable"])
+        .otherwise("flags"),
+    ).collect()  # fmt: skip
+    by_source = coll["by_source"].all()
+    if by_source:
+        coll = coll.with_columns(k=pl.col("ordinal"))
+    else:
+        counts = ~coll["by_source"] & ~coll["empty"] & ~coll["lost"]
+        nth = count_along(
+            coll["r"].to_numpy(), coll["comm"].to_numpy(), counts.to_numpy(), p.comms.height
         )
-    coll_frame = placed.with_columns(pl.col("node").cast(pl.Int64)).collect()
-    nodes = compare_collectives(coll_frame)
-    nodes = _needs(p, nodes)
-    # node numbers with gaps are closed, so that arrays over nodes are dense
-    nodes = nodes.sort("node").with_row_index("new")
+        coll = coll.with_columns(
+            k=pl.when("by_source").then("ordinal").when(counts).then(pl.Series(nth))
+        )
+    coll = coll.with_columns(
+        alone=(pl.col("size") == 1) | pl.col("empty") | pl.col("k").is_null()
+    )
+    repeated = repeats_along(
+        coll["r"].to_numpy(), coll["comm"].to_numpy(), coll["k"].fill_null(-1).to_numpy(), p.comms.height
+    )
+    copies = int(repeated.max(initial=0)) + 1
+    width = about["high"].fill_null(0) - about["low"].fill_null(0) + 1
+    total = sum(width.to_list()) * copies
+    if by_source and total < 1 << 62:
+        # a packed key: each communicator has its own range of numbers
+        about = about.with_columns(base=width.cum_sum() - width)
+        base, low = (about[c].gather(coll["comm"]) for c in ("base", "low"))
+        key = [pl.Series("key", (base + coll["k"] - low) * copies + pl.Series(repeated))]
+    else:
+        key = [coll["comm"], coll["k"], pl.Series("copy", repeated)]
+    coll = coll.with_columns(*key)
+    names = [c.name for c in key]
+    nodes = compare_collectives(coll.filter(~pl.col("alone")), names)
+    nodes = _needs(p, nodes.sort("comm", "k", *names).with_row_index("node"))
     events = (
-        coll_frame.lazy()
-        .join(nodes.lazy().select("node", "new", top="root"), on="node", how="left")
+        coll.lazy()
+        .join(nodes.lazy().select(*names, "node", top="root"), on=names, how="left", maintain_order="left")
         .select(
             "i",
-            node=pl.col("new").cast(pl.Int32),
+            node=pl.when(~pl.col("alone")).then("node").cast(pl.Int32),
             role=pl.when(
                 (pl.col("op").is_between(OP["broadcast"], OP["gather_v"]))
                 & (pl.coalesce("root", "top") == pl.col("rank"))
@@ -188,7 +151,40 @@ def _collectives(p: Prepared) -> tuple[pl.DataFrame, pl.DataFrame]:
         )
         .collect()
     )
-    return events, nodes.drop("node", "root").rename({"new": "node"}).with_columns(pl.col("node").cast(pl.Int32))
+    drop = [n for n in (*names, "root") if n not in ("comm", "k")]
+    return events, nodes.drop(drop).with_columns(pl.col("node").cast(pl.Int32))
+
+
+def _about_comms(p: Prepared, coll: pl.DataFrame) -> pl.DataFrame:
+    """One row a communicator, in order: what its collectives need to know about it.
+
+    ``size``, ``nccl`` (drops empty calls), ``any_sizes`` (all_to_all may be uneven under that name:
+    Flight Recorder does not tell), ``by_source`` (all its collectives are numbered), ``lost`` (a
+    member lost its start), ``low`` and ``high`` ordinal.
+    """
+    used = coll.lazy().group_by("comm").agg(
+        low=pl.col("ordinal").min(),
+        high=pl.col("ordinal").max(),
+        unnumbered=pl.col("ordinal").null_count(),
+    ).collect()  # fmt: skip
+    lost = p.ranks.filter(pl.col("lost_before").fill_null(1) > 0).select("r")
+    if lost.height and (used["unnumbered"] > 0).any():
+        cut = coll.join(lost, on="r", how="semi")["comm"].unique()
+    else:
+        cut = pl.Series("comm", [], dtype=pl.Int32)
+    return (
+        p.comms.select("comm", "job", "size")
+        .join(p.jobs.select("job", "semantics", "source"), on="job", how="left")
+        .join(used, on="comm", how="left")
+        .select(
+            "comm", "size", "low", "high",
+            nccl=pl.col("semantics") == NCCL_LIKE,
+            any_sizes=pl.col("source") == "flight_recorder",
+            by_source=pl.col("unnumbered").fill_null(0) == 0,
+            lost=pl.col("comm").is_in(cut.to_list()),
+        )
+        .sort("comm")
+    )  # fmt: skip
 
 
 def _needs(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
@@ -197,15 +193,16 @@ def _needs(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
     A member whose record starts later (ring buffer), or lists active operations only and has gone
     past, counts as come.
     """
+    unknown = p.comms.filter(pl.col("size") == 0)["comm"]
     seen = (
         p.events.lazy()
-        .filter(is_collective(pl.col("op")))
+        .filter(pl.col("comm").is_in(unknown.implode()) & is_collective(pl.col("op")))
         .group_by("comm")
         .agg(users=pl.col("rank").n_unique())
     )
     nodes = (
         nodes.lazy()
-        .join(p.comms.lazy().select("comm", "size"), on="comm", how="left")
+        .join(p.comms.lazy().select("comm", "job", "size"), on="comm", how="left")
         .join(seen, on="comm", how="left")
         .with_columns(
             members=pl.when(pl.col("size") > 0).then("size").otherwise("users").cast(pl.Int32)

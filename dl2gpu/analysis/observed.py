@@ -40,8 +40,14 @@ def stale_ranks(p: Program) -> dict[int, set[int]]:
             .explode("rank", empty_as_null=False)
             .join(prepared.ranks.select("job", "rank", "only_active"), on=["job", "rank"])
             .filter(~pl.col("only_active"))
-            .join(m.events.select("node", "rank"), on=["node", "rank"], how="anti")
         )
+        there = (
+            m.events.lazy()
+            .select("node", "rank")
+            .filter(pl.col("node").is_in(ahead["node"].implode()))
+            .collect()
+        )
+        members = members.join(there, on=["node", "rank"], how="anti")
         from dl2gpu.analysis.matching import passed_members
 
         gone = passed_members(prepared, ahead).cast({"node": pl.Int32})
@@ -204,16 +210,21 @@ def _device(
     )
 
 
-def clock(m: Matching) -> dict[int, tuple[int | None, float | None]]:
-    """Per job: when progress stopped (ns), and GPU-hours from then to the last sign of life."""
-    e = m.events
-    times = e.group_by("job").agg(
-        done=pl.when("done").then(pl.max_horizontal("t_completed", "t_created")).max(),
-        created=pl.col("t_created").max(),
+def clock(m: Matching, jobs: list[int]) -> dict[int, tuple[int | None, float | None]]:
+    """Per job of ``jobs``: when progress stopped (ns), and GPU-hours from then to the last sign of life."""
+    if not jobs:
+        return {}
+    times = (
+        m.events.lazy()
+        .filter(pl.col("job").is_in(jobs))
+        .select("job", "t_created", done=pl.when("done").then(pl.col("t_completed")))
+        .group_by("job")
+        .agg(done=pl.col("done").max(), created=pl.col("t_created").max())
+        .collect()
     )
     ends = m.prepared.ranks.group_by("job").agg(last=pl.col("t_last").max(), n=pl.len())
     out: dict[int, tuple[int | None, float | None]] = {}
-    joined = m.prepared.jobs.select("job", "world").join(times, on="job", how="left").join(ends, on="job", how="left")
+    joined = m.prepared.jobs.select("job", "world").join(times, on="job").join(ends, on="job", how="left")
     for job, world, done, created, last, n in joined.iter_rows():
         stopped = max((t for t in (done, created) if t is not None), default=None)
         hours = None

@@ -107,13 +107,17 @@ class Layout:
 
 
 def _codes(series: pl.Series, dtype: Any = np.int64, null: int = -1) -> Array:
+    if series.null_count() == len(series):
+        return np.full(len(series), null, dtype)
     if series.null_count():
         series = series.fill_null(null)
     return series.to_numpy().astype(dtype, copy=False)
 
 
 def _flags(series: pl.Series) -> Array:
-    return series.fill_null(False).to_numpy().astype(np.bool_, copy=False)
+    if series.null_count():
+        series = series.fill_null(False)
+    return series.to_numpy().astype(np.bool_, copy=False)
 
 
 def build(m: Matching) -> Program:
@@ -130,12 +134,14 @@ def build(m: Matching) -> Program:
     target = _codes(waits["target"], np.int64)
     wait = _codes(waits["wait"], np.int32)
     dep_start, dep_item = replay_kernel.bucket(target, n)
-    wait_left = np.bincount(wait, minlength=n).astype(np.int32) if n else np.zeros(0, np.int32)
-    any_mode = (_codes(e["mode"], null=0) != MODE["all"]) & is_wait
-    wait_left[any_mode] = np.minimum(wait_left[any_mode], 1)
+    wait_left = np.zeros(n, np.int32)
     wait_kind = np.zeros(n, np.uint8)
-    wait_kind[is_wait] = 1
-    wait_kind[is_wait & (stream < 0) & _waits_for_all(e)] = 2
+    if is_wait.any():
+        wait_left = np.bincount(wait, minlength=n).astype(np.int32)
+        any_mode = (_codes(e["mode"], null=0) != MODE["all"]) & is_wait
+        wait_left[any_mode] = np.minimum(wait_left[any_mode], 1)
+        wait_kind[is_wait] = 1
+        wait_kind[is_wait & (stream < 0) & _waits_for_all(e)] = 2
 
     node1 = _codes(e["node"], np.int32)
     node2 = _codes(e["node2"], np.int32)
@@ -159,7 +165,7 @@ def build(m: Matching) -> Program:
         "dep_wait": wait[dep_item] if len(wait) else np.zeros(0, np.int32),
         "node1": np.where(alone, -1, node1).astype(np.int32),
         "node2": node2,
-        "role": np.where((box >= 0) & (op != OP["recv"]) & (op != OP["probe"]), ROLE["send"], np.where((box >= 0) & (op == OP["recv"]), ROLE["recv"], role)).astype(np.int8),
+        "role": _boxed_roles(role, op, box),
         "alone": alone,
         "done": _flags(e["done"]),
         "node_start": node_start,
@@ -188,6 +194,16 @@ def build(m: Matching) -> Program:
         kernel=kernel,
         waits=waits,
     )
+
+
+def _boxed_roles(role: Array, op: Array, box: Array) -> Array:
+    """Roles, with those of the events that are matched from a mailbox."""
+    boxed = box >= 0
+    if not boxed.any():
+        return role
+    taking = np.where(op == OP["recv"], ROLE["recv"], ROLE["send"])
+    taking = np.where(op == OP["probe"], ROLE["probe"], taking)
+    return np.where(boxed, taking, role).astype(np.int8)
 
 
 def _dense(values: Array) -> Array:

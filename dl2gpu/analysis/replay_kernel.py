@@ -115,6 +115,46 @@ def index_program(r: Any, lane: Any, stream: Any, group: Any, order: Any, n_lane
 
 
 @_JIT
+def count_along(r: Any, comm: Any, counts: Any, n_comms: Any) -> Any:
+    """int64[n]: how many counted events of the same rank and communicator lie up to here, from 1.
+
+    Rows are in program order, ranks together. 0 where an event is not counted.
+    """
+    out = np.zeros(len(r), np.int64)
+    owner = np.full(n_comms, -1, np.int64)
+    seen = np.zeros(n_comms, np.int64)
+    for x in range(len(r)):
+        if not counts[x]:
+            continue
+        c = comm[x]
+        if owner[c] != r[x]:
+            owner[c] = r[x]
+            seen[c] = 0
+        seen[c] += 1
+        out[x] = seen[c]
+    return out
+
+
+@_JIT
+def repeats_along(r: Any, comm: Any, k: Any, n_comms: Any) -> Any:
+    """int64[n]: how often the rank has just used the same number on the communicator before."""
+    out = np.zeros(len(r), np.int64)
+    owner = np.full(n_comms, -1, np.int64)
+    last = np.zeros(n_comms, np.int64)
+    times = np.zeros(n_comms, np.int64)
+    for x in range(len(r)):
+        c = comm[x]
+        if k[x] >= 0 and owner[c] == r[x] and last[c] == k[x]:
+            times[c] += 1
+        else:
+            owner[c] = r[x]
+            last[c] = k[x]
+            times[c] = 0
+        out[x] = times[c]
+    return out
+
+
+@_JIT
 def bucket(key: Any, n_keys: Any) -> Any:
     """Counting sort: (start int32[n_keys+1], item int32[...]) of the positions with key >= 0."""
     start = np.zeros(n_keys + 1, np.int32)

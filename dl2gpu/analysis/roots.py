@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import polars as pl
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import breadth_first_order
 
 from dl2gpu.analysis.waitfor import FATE, Graph, components
 
@@ -51,17 +49,19 @@ class _Reach:
     """Who leads into a set of vertices."""
 
     def __init__(self, g: Graph) -> None:
+        from scipy.sparse import csr_matrix
+
         self.g = g
         n = g.size
-        # one more vertex stands for the set that is asked about
         self._n = n
-        self._src, self._dst = g.src, g.dst
         self.back = csr_matrix(
             (np.ones(len(g.src), np.int8), (g.dst, g.src)), shape=(n, n)
         )
         self.forth = csr_matrix((np.ones(len(g.src), np.int8), (g.src, g.dst)), shape=(n, n))
 
-    def _from(self, matrix: csr_matrix, seeds: Array) -> Array:
+    def _from(self, matrix: Any, seeds: Array) -> Array:
+        from scipy.sparse.csgraph import breadth_first_order
+
         seen = np.zeros(self._n, np.bool_)
         for seed in seeds:
             if not seen[seed]:

@@ -59,13 +59,14 @@ _ASPECTS: Final = {
 }  # fmt: skip
 
 
-def compare_collectives(coll: pl.DataFrame) -> pl.DataFrame:
+def compare_collectives(coll: pl.DataFrame, key: list[str]) -> pl.DataFrame:
     """One row a node: parts present and complete, and what differs.
 
-    ``coll`` is the frame of collective events with ``node`` (null: none). First one hash a member
-    is compared over the whole node; only nodes whose hashes differ are looked at aspect by aspect.
+    ``coll`` holds the collective events; those of one node agree in the ``key`` columns. First one
+    hash a member is compared over the whole node; only nodes whose hashes differ are looked at
+    aspect by aspect.
     """
-    lazy = comparable(coll.lazy().filter(pl.col("node").is_not_null()))
+    lazy = comparable(coll.lazy())
     mixed = pl.struct([pl.col(c) for c in _ASPECTS.values()]).hash(seed=1)
     op = pl.col("op")
     kind = (
@@ -78,11 +79,9 @@ def compare_collectives(coll: pl.DataFrame) -> pl.DataFrame:
     )
     nodes = (
         lazy.with_columns(kind=kind, mixed=mixed)
-        .group_by("node")
+        .group_by(key)
         .agg(
-            pl.col("comm").min(),
-            pl.col("job").min(),
-            pl.col("k").min(),
+            *(pl.col(c).min() for c in ("comm", "k") if c not in key),
             kind=pl.col("kind").max(),
             root=pl.col("c_root").max(),
             present=pl.len().cast(pl.Int32),
@@ -92,10 +91,14 @@ def compare_collectives(coll: pl.DataFrame) -> pl.DataFrame:
         )
         .collect()
     )
-    suspects = nodes.lazy().filter(pl.col("low") != pl.col("high")).select("node")
+    suspects = nodes.filter(pl.col("low") != pl.col("high")).select(key)
+    if suspects.is_empty():
+        return nodes.drop("low", "high").with_columns(
+            blocks=pl.lit(False), differs=pl.lit(False)
+        )
     aspects = (
-        lazy.join(suspects, on="node", how="semi")
-        .group_by("node")
+        lazy.join(suspects.lazy(), on=key, how="semi")
+        .group_by(key)
         .agg(
             *(
                 (pl.col(column).min() != pl.col(column).max()).fill_null(False).alias(name)
@@ -111,10 +114,10 @@ def compare_collectives(coll: pl.DataFrame) -> pl.DataFrame:
         | (pl.col("count") & pl.col("unsized"))
     )  # fmt: skip
     soft = pl.col("dtype") | pl.col("reduce_op") | pl.col("count")
-    judged = aspects.select("node", blocks=blocks, differs=blocks | soft)
+    judged = aspects.select(*key, blocks=blocks, differs=blocks | soft)
     return (
         nodes.drop("low", "high")
-        .join(judged, on="node", how="left")
+        .join(judged, on=key, how="left")
         .with_columns(pl.col("blocks", "differs").fill_null(False))
     )
 

@@ -212,18 +212,28 @@ def _facts(events: pl.DataFrame, jobs: pl.DataFrame) -> pl.DataFrame:
     completed = pl.col("state") == STATE["completed"]
     if not jobs["states"].any():
         return events.with_columns(done=pl.lit(False), doubted=pl.lit(False))
-    per_job = jobs.select("job", "states", "last_created")
+    # late completions are rare: find them on their own, the rest needs no look at the job's times
+    slow = (pl.col("t_completed") - pl.coalesce("t_started", "t_created") > LATE_NS).fill_null(False)
     late = (
-        (pl.col("t_completed") - pl.col("last_created") > LATE_NS)
-        & (pl.col("t_completed") - pl.coalesce("t_started", "t_created") > LATE_NS)
-    ).fill_null(False)
-    return (
-        events.join(per_job, on="job", how="left", maintain_order="left")
-        .with_columns(
-            done=completed & pl.col("states") & ~late, doubted=completed & pl.col("states") & late
-        )
-        .drop("states", "last_created")
+        events.lazy()
+        .filter(completed & slow)
+        .select("i", "job", "t_completed")
+        .join(jobs.lazy().select("job", "last_created"), on="job")
+        .filter(pl.col("t_completed") - pl.col("last_created") > LATE_NS)
+        .collect()["i"]
+        .to_numpy()
     )
+    done = (events["state"].to_numpy() == STATE["completed"]) & _per_event(events, jobs["states"])
+    doubted = np.zeros(len(done), np.bool_)
+    doubted[late] = done[late]
+    return events.with_columns(
+        done=pl.Series(done & ~doubted), doubted=pl.Series(doubted)
+    )
+
+
+def _per_event(events: pl.DataFrame, of_job: pl.Series) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """A column of the jobs table (sorted by job) for each event."""
+    return of_job.to_numpy().astype(np.bool_)[events["job"].to_numpy()]
 
 
 def is_collective(op: pl.Expr) -> pl.Expr:

@@ -613,7 +613,6 @@ def _merge(findings: list[Finding]) -> list[Finding]:
 def _conclude(m: Matching, findings: list[Finding], open_jobs: set[int]) -> Analysis:
     """Verdicts; ``open_jobs`` are those in which ranks wait and the record does not say why."""
     jobs = m.prepared.jobs
-    times = observed.clock(m)
     rows: list[dict[str, Any]] = []
     verdict = ["healthy"] * jobs.height
     dead: list[bool | None] = [None if j in open_jobs else False for j in range(jobs.height)]
@@ -622,6 +621,7 @@ def _conclude(m: Matching, findings: list[Finding], open_jobs: set[int]) -> Anal
     for f in findings:
         by_job.setdefault(f.job, []).append(f)
     names_of = jobs["name"].to_list()
+    times = observed.clock(m, sorted(by_job))
     for job, found in by_job.items():
         verdict[job] = found[0].kind
         claims = [f.deadlocked for f in found]
