@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "trace"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import fr_writer
 
@@ -164,7 +164,7 @@ def stacks(count: int, depth: int) -> list[list[dict[str, Any]]]:
     return out
 
 
-def entry_dict(site: Site, groups: Any, layout: Layout, version: Any, frames: Any) -> Any:
+def entry_dict(site: Site, groups: Any, version: Any, frames: Any) -> Any:
     """A whole entry of ``site``; the values under :data:`VARIABLE` do not matter."""
     return fr_writer.entry(
         0, site.name, version=version, group=(groups[site.group][0], DESCRIPTIONS[site.group]),
@@ -198,7 +198,9 @@ def _number(value: int | None) -> bytes:
         return b"K" + bytes([value])
     if value < 1 << 16:
         return b"M" + struct.pack("<H", value)
-    return b"J" + struct.pack("<i", value) if value < 1 << 31 else b"\x8a\x08" + struct.pack("<q", value)
+    if value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    return b"\x8a\x08" + struct.pack("<q", value)
 
 
 def rank_dump(
@@ -214,7 +216,7 @@ def rank_dump(
     document = fr_writer.document(
         [], version=version,
         groups={groups[k][0]: (DESCRIPTIONS[k], groups[k][1]) for k in groups},
-        status={n: (1, 1, 1) for n in PG_IDS.values()},
+        status=dict.fromkeys(PG_IDS.values(), (1, 1, 1)),
     )  # fmt: skip
     pickler.out += b"}("
     for key, value in document.items():
@@ -240,7 +242,7 @@ def rank_dump(
             made = templates.get(key)
             frames = None if trees is None else trees[site.stack]
             if made is None or made.end == b"":
-                entry = entry_dict(site, groups, layout, version, frames)
+                entry = entry_dict(site, groups, version, frames)
                 if site.batch and not member:
                     entry |= {"state": "completed"}
                 first = made is None
@@ -270,7 +272,9 @@ def _calls(step: list[list[Site]], entries: int) -> Iterator[tuple[int, list[Sit
             yield fr_writer.CREATED + number * STEP_NS, batch
 
 
-def write(folder: Path, ranks: int, entries: int, depth: int | None = 16, version: Any = (2, 9)) -> int:
+def write(
+    folder: Path, ranks: int, entries: int, depth: int | None = 16, version: Any = (2, 9)
+) -> int:
     """Write one job of ``ranks`` dumps into ``folder``; returns the bytes written."""
     folder.mkdir(parents=True, exist_ok=True)
     layout = Layout.of(ranks)

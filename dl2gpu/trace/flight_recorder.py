@@ -37,6 +37,7 @@ from dl2gpu.trace.schema import (
     StringTable,
     Trace,
     conform,
+    empty,
 )
 
 __all__ = ["read"]
@@ -264,7 +265,7 @@ def _ranks_table(jobs: list[Job]) -> pl.DataFrame:
         for job in jobs
         for d in sorted((d for d in job.dumps if d.kept), key=lambda d: d.rank or 0)
     ]
-    return conform(pl.DataFrame(rows, schema_overrides=RANKS), "ranks")
+    return conform(pl.DataFrame(rows, schema_overrides=RANKS), "ranks") if rows else empty("ranks")
 
 
 def _comms_table(comms: list[Comm]) -> pl.DataFrame:

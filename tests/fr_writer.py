@@ -21,7 +21,7 @@ CREATED = 1_760_000_000_000_000_000
 
 
 class TorchPickler:
-    """PyTorch's own pickler: protocol 2; every string is memoised, and frames used twice or more."""
+    """PyTorch's own pickler: protocol 2; memoises every string, and frames used more than once."""
 
     def __init__(self, shared: frozenset[int] = frozenset()) -> None:
         """``shared``: id() of the frames that occur in more than one place."""
@@ -97,7 +97,7 @@ class TorchPickler:
 def dumps(content: Mapping[str, Any] | Sequence[Any]) -> bytes:
     """The pickle of a whole dump."""
     entries = content["entries"] if isinstance(content, Mapping) else content
-    used = Counter(id(f) for e in entries for f in e.get("frames", ()))
+    used = Counter(id(f) for e in entries if isinstance(e, dict) for f in e.get("frames", ()))
     pickler = TorchPickler(frozenset(f for f, n in used.items() if n > 1))
     pickler.value(content)
     if isinstance(content, dict):
