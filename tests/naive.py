@@ -102,14 +102,15 @@ def size_in_bytes(event: Event, received: bool = False) -> int | None:
     """
     if event["flags"] & FLAG["sizes_incomparable"]:
         return None
-    count, dtype = event["count"], event["dtype"]
+    count, dtype, size = event["count"], event["dtype"], event["bytes"]
+    element = None if dtype is None or dtype >= len(DTYPE_SIZES) else DTYPE_SIZES[dtype]
+    if size is None and count is not None and element is not None:
+        size = count * element
     if received and event["count_out"] is not None:
-        count = event["count_out"]
-    elif event["bytes"] is not None:
-        return int(event["bytes"])
-    if count is None or dtype is None or dtype >= len(DTYPE_SIZES):
-        return None
-    return int(count * DTYPE_SIZES[dtype])
+        if element is None and size is not None and count:
+            element = size // count
+        size = None if element is None else event["count_out"] * element
+    return None if size is None else int(size)
 
 
 class _Program:
@@ -227,8 +228,11 @@ class _Program:
                 sends.setdefault(channel, []).append(key)
             if event["op"] in (OP["recv"], OP["sendrecv"], OP["probe"]):
                 exchange = event["op"] == OP["sendrecv"]
-                source = event["recv_peer"] if exchange else event["peer"]
-                tag = event["recv_tag"] if exchange else event["tag"]
+                source, tag = event["peer"], event["tag"]
+                if exchange and event["recv_peer"] is not None:
+                    source = event["recv_peer"]  # null: the peer that it sends to
+                if exchange and event["recv_tag"] is not None:
+                    tag = event["recv_tag"]
                 if event["matched_peer"] is not None:
                     source = event["matched_peer"]
                 if event["matched_tag"] is not None:

@@ -177,6 +177,8 @@ class _Writer:
         for key in ("count", "dtype", "bytes"):
             if key in op and self.chance(self.unknown):
                 op[key] = None
+        if op.get("count") is None and "count_out" in op and op["op"] == "sendrecv":
+            op["count_out"] = None
         self.ops[rank].append(op)
 
     def place(self, comm: str, lane: int | None = None) -> Op:
@@ -265,7 +267,13 @@ class _Writer:
             after, before = ring[(k + 1) % len(ring)], ring[k - 1]
             if not as_batch:
                 both = size | {"op": "sendrecv", "peer": after, "recv_peer": before}
-                self.put(rank, both | {"count_out": size["count"]}, self.place(comm))
+                if after == before and self.chance(0.5):
+                    del both["recv_peer"]
+                self.put(
+                    rank,
+                    both | {"count_out": size["count"] if self.chance(0.5) else None},
+                    self.place(comm),
+                )
                 continue
             self.groups += 1
             placed = self.place(comm) | {"group": self.groups}

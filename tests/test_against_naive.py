@@ -126,7 +126,7 @@ def test_fixed_programs(reading: Reading) -> None:
 
 
 @given(program=programs())
-@settings(SETTINGS, max_examples=40, phases=tuple(Phase))
+@settings(SETTINGS, max_examples=20, phases=tuple(Phase))
 def test_one_program(program: Program) -> None:
     assert_agree([program], READINGS["rendezvous"])
 
