@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +55,41 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_pages_name_only_files_that_exist(path: Path) -> None:
     for name in re.findall(r"`((?:dl2gpu|tests|docs|datasets)/[\w./-]+)`", path.read_text()):
         assert (ROOT / name).exists(), name
+
+
+# --------------------------------------------------------------------------------------------------
+# The output in the README; "python tests/test_docs.py" writes it anew
+
+README = ROOT / "README.md"
+FINDINGS_SHOWN = ("two-groups-inverted:", "gpt2-fsdp-eval-on-rank-0:", "slow-data-loader:")
+BLOCK = re.compile(r"(?<=<!-- demo output -->\n```\n).*?(?=\n```)", re.DOTALL)
+
+
+def demo_output() -> str:
+    """The scan of the demo corpus: summary, some findings, inputs not read."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dl2gpu", "scan", str(ROOT / "datasets" / "demo"), "--quiet"],
+        capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "100"},
+    )  # fmt: skip
+    summary, verdicts, *rest = done.stdout.rstrip().split("\n\n")
+    out = [f"$ dl2gpu scan datasets/demo\n{summary}", verdicts]
+    for part in rest:
+        numbered = re.match(r"\d+\. (\S+)", part)
+        if not numbered or numbered[1] in FINDINGS_SHOWN:
+            out.append(part)
+        elif out[-1] != "...":
+            out.append("...")
+    return "\n\n".join(out)
+
+
+def test_output_in_the_readme_is_what_is_printed() -> None:
+    def timeless(text: str) -> str:
+        return re.sub(r"in [\d.]+ s", "in N s", text)
+
+    block = BLOCK.search(README.read_text())
+    assert block is not None
+    assert timeless(block[0]) == timeless(demo_output()), "renew it: python tests/test_docs.py"
+
+
+if __name__ == "__main__":
+    README.write_text(BLOCK.sub(lambda _: demo_output(), README.read_text()))

@@ -199,8 +199,7 @@ def facts(finding: Mapping[str, Any], places: int = _PLACES) -> Iterator[tuple[s
         lost = finding["gpu_hours_lost"]
         yield (
             "stopped",
-            utc(finding["stopped_at_ns"])
-            + (f", {lost:.2g} GPU-hours lost since" if lost else ""),
+            utc(finding["stopped_at_ns"]) + (f", {lost:.2g} GPU-hours lost since" if lost else ""),
         )
     if finding["evidence"]:
         yield "evidence", EVIDENCE.get(finding["evidence"], safe(finding["evidence"]))

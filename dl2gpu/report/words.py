@@ -137,10 +137,12 @@ def place(node: Mapping[str, Any], *, numbered: bool = False) -> str:
     if node.get("place") != "host":
         where = "stream" if node.get("stream") is None else f"stream {safe(node['stream'], 60)}"
     number = f" (operation {node['seq']})" if numbered and node.get("seq") is not None else ""
-    return (
-        f"rank {node.get('rank')} ({where}) waits in {operation(node)}{number} "
-        f"for {ranks(node.get('waits_for'), 'nobody in the record')}"
-    )
+    them = ranks(node.get("waits_for"), "nobody in the record")
+    if node.get("op") == "wait":  # what it waits in is not one operation but its requests
+        return (
+            f"rank {node.get('rank')} ({where}) waits for its requests{number}, which need {them}"
+        )
+    return f"rank {node.get('rank')} ({where}) waits in {operation(node)}{number} for {them}"
 
 
 def job_label(job: Mapping[str, Any], twins: Collection[str] = ()) -> str:

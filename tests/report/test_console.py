@@ -70,6 +70,8 @@ def test_place_in_words() -> None:
             "waits_for": [1], "seq": 9}  # fmt: skip
     assert place(node) == "rank 0 (host) waits in all_to_all #7 of 'shard' for rank 1"
     assert "(operation 9)" in place(node, numbered=True)
+    wait = node | {"op": "wait", "comm": None, "ordinal": None}
+    assert place(wait) == "rank 0 (host) waits for its requests, which need rank 1"
     stream = node | {"place": "stream", "stream": "s1", "ordinal": 0, "waits_for": [1, 2, 3]}
     assert place(stream) == "rank 0 (stream s1) waits in all_to_all #0 of 'shard' for ranks 1-3"
 
