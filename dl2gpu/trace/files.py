@@ -80,8 +80,8 @@ COMPRESSION: Final[dict[bytes, str]] = {
 }
 """First bytes of the compressed streams that are unwrapped."""
 
-_PIECE: Final = {"gzip": 1 << 16, "zstd": 1 << 11, "bzip2": 1 << 16, "xz": 1 << 16}
-"""Compressed bytes fed at once. A zstd step has no output limit: 2 kB can give 64 MB at most."""
+_PIECE: Final = {"gzip": 1 << 16, "zstd": 1 << 9, "bzip2": 1 << 16, "xz": 1 << 16}
+"""Compressed bytes fed at once. A zstd step has no output limit: 512 bytes can give 16 MB."""
 _STEP: Final = 4 << 20
 """Decompressed bytes taken at once, where the library can be told."""
 _XZ_MEMORY: Final = 256 << 20

@@ -164,7 +164,11 @@ def classify(head: bytes, name: str) -> Kind:
         head = head.decode("utf-16", "replace").encode("utf-8", "replace")
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text[:1] in (b"{", b"["):
-        return _json(text)
+        kind = _json(text)
+        if kind != _UNKNOWN_JSON:
+            return kind
+        kind = _text(head, text)  # lines of logs often begin with [
+        return _UNKNOWN_JSON if kind == _UNKNOWN else kind
     return _text(head, text)
 
 
