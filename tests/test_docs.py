@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+import dl2gpu
 from dl2gpu.cli import app
 from dl2gpu.report.model import FINDINGS, KINDS
 from dl2gpu.report.model import JOBS as JOB_COLUMNS
@@ -55,6 +57,33 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_pages_name_only_files_that_exist(path: Path) -> None:
     for name in re.findall(r"`((?:dl2gpu|tests|docs|datasets)/[\w./-]+)`", path.read_text()):
         assert (ROOT / name).exists(), name
+
+
+def test_example_of_the_native_format_is_a_deadlock(tmp_path: Path) -> None:
+    """As the page says: a deadlock with the two waits, none for sure without them."""
+    block = re.search(r"```json\n(.*?)\n```", page("formats.md"), re.DOTALL)
+    assert block is not None
+    rank_0 = [json.loads(line) for line in block[1].splitlines()]
+    head, (first, wait, second, last_wait), end = rank_0[:3], rank_0[3:7], rank_0[7]
+    ranks = [[first, wait, second, last_wait], [second, wait, first, last_wait]]
+    for name, waits in (("stuck", True), ("free", False)):
+        for rank, order in enumerate(ranks):
+            ops = [op for op in order if waits or op["op"] != "wait"]
+            lines = [
+                head[0] | {"rank": rank, "job": name},
+                *head[1:],
+                *(op | {"seq": i} for i, op in enumerate(ops)),
+                end,
+            ]
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / f"rank_{rank}.jsonl").write_text(
+                "".join(json.dumps(line) + "\n" for line in lines)
+            )
+    jobs = {j["job"]: j for j in dl2gpu.scan(str(tmp_path)).jobs.to_dicts()}
+    assert jobs["stuck"]["verdict"] in {"cycle", "order_inversion"}
+    assert jobs["stuck"]["deadlocked"] is True
+    assert jobs["free"]["verdict"] in {"potential", "healthy"}
+    assert jobs["free"]["deadlocked"] is not True
 
 
 # --------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def _headline(report: Report) -> Text:
     text = Text()
     text.append(f"{stuck.height} of {_count(report.jobs.height, 'job')} deadlocked", style="bold")
     if unsure:
-        text.append(f", {unsure} without enough evidence")
+        text.append(f", {unsure} undecided")
     known = [
         _count(s[key], word)
         for key, word in (("ranks", "rank"), ("events", "event"), ("files", "file"))
