@@ -59,7 +59,8 @@ def discover(paths: Sequence[str], job_pattern: str | None = None) -> Discovery:
             found.append((file, kind))
         else:
             inputs.append(Input(file.path, kind.status, kind.reason, kind.format))
-    found, siblings = _parquet_siblings(found)
+    unread = {i.path for i in inputs if i.format == "parquet"}
+    found, siblings = _parquet_siblings(found, unread)
     files = _jobs(found)
     if pattern is not None:
         files = _apply(pattern, files, {f.path: f for f, _ in found})
@@ -256,7 +257,7 @@ _SIBLINGS: Final = ("comms", "stacks", "jobs", "ranks", "strings", "status")
 
 
 def _parquet_siblings(
-    found: list[tuple[_Found, Kind]],
+    found: list[tuple[_Found, Kind]], unread: set[str]
 ) -> tuple[list[tuple[_Found, Kind]], list[Input]]:
     """Takes the side tables ``x.comms.parquet``, ... out: they are read with ``x.parquet``."""
     names = {f.path for f, kind in found if kind.format == "parquet"}
@@ -266,13 +267,17 @@ def _parquet_siblings(
         match = re.fullmatch(rf"(.*)\.({'|'.join(_SIBLINGS)})\.parquet", file.path)
         if kind.format != "parquet" or match is None:
             rest.append((file, kind))
-        elif f"{match.group(1)}.parquet" in names:
-            main = f"{match.group(1)}.parquet".rsplit("/", 1)[-1]
-            inputs.append(Input(file.path, "read", f"read with {main}", "parquet"))
         else:
-            main = f"{match.group(1)}.parquet".rsplit("/", 1)[-1]
-            reason = f"a side table of {main}, which is missing: put it beside this file"
-            inputs.append(Input(file.path, "quarantined", reason, "parquet"))
+            main = f"{match.group(1)}.parquet"
+            base = main.rsplit("/", 1)[-1]
+            if main in names:
+                inputs.append(Input(file.path, "read", f"read with {base}", "parquet"))
+            elif main in unread:
+                reason = f"a side table of {base}, which is not read"
+                inputs.append(Input(file.path, "ignored", reason, "parquet"))
+            else:
+                reason = f"a side table of {base}, which is missing: put it beside this file"
+                inputs.append(Input(file.path, "quarantined", reason, "parquet"))
     return rest, inputs
 
 

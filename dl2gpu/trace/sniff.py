@@ -79,7 +79,7 @@ def sniff(url: str, name: str, size: int | None) -> Kind:
         return Kind(
             None,
             "quarantined",
-            f"named like a dump, but the content is of no known format (begins with {head[:8]!r})",
+            f"named like a trace, but the content is of no known format (begins with {head[:8]!r})",
         )
     return kind
 
@@ -99,14 +99,14 @@ def _empty(name: str) -> Kind:
 _DUMP_NAME: Final = re.compile(
     r"(nccl|comm_lib|xccl|rccl|hccl|fr|flight_?recorder)_?(trace|dump)"
     r"|(trace|dump)_rank"
-    r"|^_?(dump|trace|fr|rank)[-_.]?\d+(\.(json|pkl|pickle|bin|gz|zst))*$"
-    r"|[-_.]rank[-_.]?\d+(\.(json|pkl|pickle|bin|gz|zst))*$",
+    r"|^_?(dump|trace|fr|rank)[-_.]?\d+(\.(jsonl?|pkl|pickle|bin|gz|zst))*$"
+    r"|[-_.]rank[-_.]?\d+(\.(jsonl?|pkl|pickle|bin|gz|zst))*$",
     re.IGNORECASE,
 )
 
 
 def looks_like_a_dump(name: str) -> bool:
-    """Is ``name`` one that Flight Recorder dumps usually have."""
+    """Is ``name`` one that Flight Recorder dumps, or the files of one rank, usually have."""
     return _DUMP_NAME.search(name) is not None
 
 
