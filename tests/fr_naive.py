@@ -39,7 +39,8 @@ DTYPES = {
     "Float": ("f32", 4), "float": ("f32", 4), "Half": ("f16", 2), "c10::Half": ("f16", 2),
     "BFloat16": ("bf16", 2), "c10::BFloat16": ("bf16", 2), "Long": ("i64", 8),
     "long int": ("i64", 8), "Int": ("i32", 4), "int": ("i32", 4), "Byte": ("u8", 1),
-    "long": ("i64", 8), "unsigned char": ("u8", 1), "Double": ("f64", 8), "double": ("f64", 8), "Bool": ("bool", 1),
+    "long": ("i64", 8), "unsigned char": ("u8", 1), "Double": ("f64", 8), "double": ("f64", 8),
+    "Bool": ("bool", 1),
 }  # fmt: skip
 
 

@@ -94,6 +94,8 @@ class Columns:
     lost: int = 0
     """Members of the list of entries that are no (whole) entries."""
     fault: Fault | None = None
+    size: int = 0
+    """Bytes of the dump."""
     newest: int = 0
     """Latest time of creation, ns."""
     completed: int = 0

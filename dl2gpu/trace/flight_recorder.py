@@ -132,7 +132,7 @@ class _Corpus:
         header = found.header
         dump.fault, dump.lost, dump.header = found.fault, found.lost, header
         dump.version = version_pair(header.get("version"))
-        dump.n = found.n
+        dump.n, dump.size = found.n, found.size
         dump.groups = found.groups
         if found.n == 0:
             known = header.keys() & {"version", "pg_config", "pg_status"}

@@ -21,6 +21,45 @@ __all__ = ["FORMAT", "Comm", "Dump", "Job", "inputs", "resolve"]
 
 FORMAT: Final = "flight_recorder"
 _LATEST: Final = 1 << 62
+_UNFOLD: Final = 16
+_UNFOLD_FREE: Final = 1 << 16
+_MOST_INFERRED: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Members:
+    """Global ranks of a group, in group order; empty = unknown. One object for equal lists."""
+
+    ranks: tuple[int, ...]
+    as_set: frozenset[int]
+
+    def __bool__(self) -> bool:
+        return bool(self.ranks)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.as_set
+
+
+class MemberLists:
+    """The member lists of all dumps: each distinct one is parsed, kept and compared once."""
+
+    def __init__(self) -> None:
+        self._by_text: dict[str, Members] = {}
+        self._by_ranks: dict[tuple[int, ...], Members] = {}
+
+    def of(self, value: Any) -> Members:
+        if not isinstance(value, str):
+            return self._intern(member_list(value))
+        found = self._by_text.get(value)
+        if found is None:
+            found = self._by_text[value] = self._intern(member_list(value))
+        return found
+
+    def _intern(self, ranks: tuple[int, ...]) -> Members:
+        found = self._by_ranks.get(ranks)
+        if found is None:
+            found = self._by_ranks[ranks] = Members(ranks, frozenset(ranks))
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -30,12 +69,15 @@ class Comm:
     job: int
     name: str
     desc: str
-    ranks: tuple[int, ...]
-    """Members' global ranks in group order; empty = unknown."""
+    members: Members
     synthetic: bool = False
     """The members were inferred."""
     id: str = ""
     index: int = -1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.members.ranks
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +94,8 @@ class Dump:
     header: dict[str, Any] = field(default_factory=dict)
     version: tuple[int, int] | None = None
     n: int = 0
+    size: int = 0
+    """Bytes of the content."""
     groups: list[tuple[str, str, int | None]] = field(default_factory=list)
     """(name, description, pg_id) of each group that its entries use."""
     backends: dict[str | None, int] = field(default_factory=dict)
@@ -72,7 +116,7 @@ class Dump:
     ignored: str | None = None
     """Why it was set aside although it could be read."""
     group_comms: list[Comm] = field(default_factory=list)
-    config: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    config: dict[str, tuple[str, Members]] = field(default_factory=dict)
     """Description and members of each group that the rank knows."""
     compact_lists: bool = False
     """The member lists are written as TorchComms does, without blanks."""
@@ -141,14 +185,14 @@ def resolve(jobs: Sequence[Job], load: Callable[[TraceFile], bytes]) -> None:
     where two dumps of one rank may be the same file twice.
     """
     first = 0
-    members: dict[str, tuple[int, ...]] = {}
+    lists = MemberLists()
     for job in jobs:
         for dump in job.dumps:
-            _read_config(dump, members)
+            _read_config(dump, lists)
             _read_status(dump)
         _ranks(job)
         _duplicates(job, load)
-        _communicators(job)
+        _communicators(job, lists)
         for comm in job.comms:
             comm.index = first
             first += 1
@@ -191,24 +235,23 @@ def inputs(dumps: Sequence[Dump]) -> list[Input]:
 # Headers
 
 
-def _read_config(dump: Dump, members: dict[str, tuple[int, ...]]) -> None:
+def _read_config(dump: Dump, lists: MemberLists) -> None:
     config = dump.header.get("pg_config")
     if not isinstance(config, dict):
         return
+    # a file may name one long list in many places by a few bytes each: what it unfolds to is
+    # bounded by its size, and the members of further groups count as unknown
+    budget = _UNFOLD * dump.size + _UNFOLD_FREE
     for key, value in config.items():
         desc, ranks = "", value
         if isinstance(value, dict):
             ranks, told = value.get("ranks"), value.get("desc")
             desc = told if isinstance(told, str) else ""
-        if isinstance(ranks, str):
-            known = members.get(ranks)
-            if known is None:
-                known = members[ranks] = member_list(ranks)
-            if "," in ranks:
-                dump.compact_lists = ", " not in ranks
-        else:
-            known = member_list(ranks)
-        dump.config[str(key)] = (desc, known)
+        if isinstance(ranks, str) and "," in ranks:
+            dump.compact_lists = ", " not in ranks
+        known = lists.of(ranks)
+        budget -= len(known.ranks)
+        dump.config[str(key)] = (desc, known if budget >= 0 else lists.of(None))
 
 
 def _number(value: Any) -> int | None:
@@ -250,7 +293,7 @@ def _ranks(job: Job) -> None:
     if any(r is None and d.refused is None for r, d in zip(inside, job.dumps, strict=True)):
         from dl2gpu.trace.rank_names import ranks_from_names
 
-        world = max((len(r) for d in job.dumps for _, r in _default_groups(d)), default=0)
+        world = max(map(_default_size, job.dumps))
         named = ranks_from_names([d.file.path for d in job.dumps], world or None, possible)
         for i, rank in enumerate(inside):
             if rank is None:
@@ -268,8 +311,8 @@ def _ranks(job: Job) -> None:
                 "give one with --job-pattern"
             )
         elif able is not None and rank not in able:
-            name, ranks = next((n, r) for n, (_, r) in dump.config.items() if r and rank not in r)
-            shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+            name, other = next((n, m) for n, (_, m) in dump.config.items() if m and rank not in m)
+            shown = ", ".join(map(str, other.ranks[:8])) + (", ..." if len(other.ranks) > 8 else "")
             dump.refused = (
                 f"rank {rank} ({sources[i]}) is not a member of group {name!r} [{shown}] that the "
                 "dump lists as its own: which rank wrote it is not known"
@@ -280,12 +323,16 @@ def _ranks(job: Job) -> None:
 
 def _common(dump: Dump) -> frozenset[int] | None:
     """Ranks that are members of every group which the dump lists; None = any."""
-    groups = {ranks for _, ranks in dump.config.values() if ranks}
-    return frozenset.intersection(*map(frozenset, groups)) if groups else None
+    groups = {m for _, m in dump.config.values() if m}
+    if not groups:
+        return None
+    smallest = min(groups, key=lambda m: len(m.ranks))
+    return frozenset(r for r in smallest.ranks if all(r in m for m in groups))
 
 
-def _default_groups(dump: Dump) -> list[tuple[str, tuple[int, ...]]]:
-    return [(n, r) for n, (desc, r) in dump.config.items() if r and _is_default(n, desc)]
+def _default_size(dump: Dump) -> int:
+    sizes = (len(m.ranks) for n, (desc, m) in dump.config.items() if _is_default(n, desc))
+    return max(sizes, default=0)
 
 
 def _duplicates(job: Job, load: Callable[[TraceFile], bytes]) -> None:
@@ -316,44 +363,46 @@ def _same(a: Dump, b: Dump, load: Callable[[TraceFile], bytes]) -> bool:
 # Communicators
 
 
-def _communicators(job: Job) -> None:
+def _communicators(job: Job, lists: MemberLists) -> None:
     kept = [d for d in job.dumps if d.kept]
-    known: dict[tuple[str, str, tuple[int, ...]], Comm] = {}
+    known: dict[tuple[str, str, Members], Comm] = {}
     same_name: dict[tuple[str, str], list[Comm]] = defaultdict(list)
+    unknown = lists.of(None)
 
-    def comm(name: str, desc: str, ranks: tuple[int, ...]) -> Comm:
-        key = (name, desc, ranks)
+    def comm(name: str, desc: str, members: Members) -> Comm:
+        key = (name, desc, members)
         found = known.get(key)
         if found is None:
-            found = known[key] = Comm(job.index, name, desc, ranks)
+            found = known[key] = Comm(job.index, name, desc, members)
             same_name[name, desc].append(found)
         return found
 
-    largest = -1
+    listed: set[Members] = set()
     for dump in kept:
-        largest = max(largest, dump.rank if dump.rank is not None else -1)
-        for name, (desc, ranks) in dump.config.items():
-            if ranks:
-                largest = max(largest, *ranks)
+        for name, (desc, members) in dump.config.items():
+            if members:
+                listed.add(members)
                 if name:  # under the empty name gloo lists its latest group: which, is unknown
-                    comm(name, desc, ranks)
+                    comm(name, desc, members)
     for dump in kept:
         for name, desc, _ in dump.groups:
-            own_desc, ranks = dump.config.get(name, ("", ()))
-            if ranks and (own_desc == desc or not desc or not own_desc):
-                dump.group_comms.append(comm(name, own_desc or desc, ranks))
+            own_desc, members = dump.config.get(name, ("", unknown))
+            if members and (own_desc == desc or not desc or not own_desc):
+                dump.group_comms.append(comm(name, own_desc or desc, members))
                 continue
             # other ranks may list the group: it is theirs and ours if only one has us as a member
-            found = [c for c in same_name.get((name, desc), ()) if dump.rank in c.ranks]
-            dump.group_comms.append(found[0] if len(found) == 1 else comm(name, desc, ()))
+            found = [c for c in same_name.get((name, desc), ()) if dump.rank in c.members]
+            dump.group_comms.append(found[0] if len(found) == 1 else comm(name, desc, unknown))
 
     comms = sorted(known.values(), key=lambda c: (_natural(c.name), c.desc, c.ranks))
     whole = [c for c in comms if _is_default(c.name, c.desc)]
     sizes = [len(c.ranks) for c in whole if c.ranks]
+    largest = max([d.rank or 0 for d in kept] + [max(m.ranks) for m in listed], default=-1)
     job.world_size = max(sizes) if sizes else (largest + 1 if largest >= 0 else None)
     for c in whole:
-        if not c.ranks and not sizes and job.world_size:
-            c.ranks, c.synthetic = tuple(range(job.world_size)), True
+        # a rank far above the number of files is no reason to invent a long list
+        if not c.ranks and not sizes and job.world_size and job.world_size <= _MOST_INFERRED:
+            c.members, c.synthetic = lists.of(list(range(job.world_size))), True
     taken = {c.name for c in comms}
     used = Counter(c.name for c in comms)
     number: Counter[str] = Counter()
@@ -395,7 +444,7 @@ def _status(job: Job, dump: Dump) -> None:
 
 def _numbers_elsewhere(job: Job, dump: Dump) -> dict[int, set[Comm]]:
     """pg_id to communicators in the other dumps, as far as this dump lists them as its own."""
-    mine = {(name, desc, ranks) for name, (desc, ranks) in dump.config.items()}
+    mine = {(name, desc, members) for name, (desc, members) in dump.config.items()}
     out: dict[int, set[Comm]] = defaultdict(set)
     for other in job.dumps:
         if not other.kept or other is dump:
@@ -403,8 +452,8 @@ def _numbers_elsewhere(job: Job, dump: Dump) -> dict[int, set[Comm]]:
         for (_, _, number), comm in zip(other.groups, other.group_comms, strict=True):
             if (
                 number is not None
-                and (comm.name, comm.desc, comm.ranks) in mine
-                and dump.rank in comm.ranks
+                and (comm.name, comm.desc, comm.members) in mine
+                and dump.rank in comm.members
             ):
                 out[number].add(comm)
     return out

@@ -47,7 +47,7 @@ def decode(data: bytes) -> Columns:
     else:
         fault = fault or Fault("damaged", 0, "neither a JSON object nor a list")
     columns = _columns(entries, header)
-    columns.fault = fault
+    columns.fault, columns.size = fault, len(data)
     return columns
 
 

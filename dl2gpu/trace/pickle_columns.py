@@ -128,7 +128,7 @@ class _Machine:
             self._grow()
 
     def _grow(self) -> None:
-        """Room for another ``_QUOTA`` opcodes in every table."""
+        """Room for another ``_QUOTA`` opcodes in every table, and for closing what is open then."""
         used = self.st.tolist()
         want = used[kernel.WANT]
         self.st[kernel.WANT] = 0
@@ -136,7 +136,8 @@ class _Machine:
             (("sk", "sv"), used[kernel.SP], _QUOTA),
             (("cont",), used[kernel.N_CONT], _QUOTA),
             (("chunks",), used[kernel.N_CHUNK], _QUOTA),
-            (("hk", "hv"), used[kernel.N_HEAP], _QUOTA),
+            # all that is on the stack may move to the heap at once
+            (("hk", "hv"), used[kernel.N_HEAP] + used[kernel.SP], _QUOTA),
             (("pool",), used[kernel.N_POOL], max(want, _QUOTA)),
             (("numels",), used[kernel.N_NUMEL], max(want, _QUOTA)),
             (("rec",), used[kernel.N_ROW], 1),
@@ -144,7 +145,7 @@ class _Machine:
             (("mk", "mv"), 0, want),
         ):
             for name in names:
-                self._enlarge(name, count + spare)
+                self._enlarge(name, count + spare + kernel.MAX_DEPTH)
         for rows, table, count in (
             ("strs", "stab", used[kernel.N_STR]),
             ("frames", "ftab", used[kernel.N_FRAME]),
@@ -194,7 +195,7 @@ class _Machine:
         )  # fmt: skip
         columns.header = self._header(raw, len(data))
         columns.lost = st[kernel.BAD_ENTRIES]
-        columns.fault = fault
+        columns.fault, columns.size = fault, len(data)
         return columns
 
     def _fault(self, buf: npt.NDArray[np.uint8]) -> Fault | None:
