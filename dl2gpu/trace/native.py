@@ -26,6 +26,8 @@ from dl2gpu.trace.files import cut_reason, read_bytes
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.native_columns import Interned, Lines, RefusedError, encode
 from dl2gpu.trace.native_lines import (
+    MAX_COMMS,
+    MAX_LINE,
     Comm,
     End,
     Header,
@@ -179,7 +181,7 @@ class _Reader:
         file.rank = rank
         name = source.job if source.job is not None else header.job
         if name is None or name == "":
-            name = source.folder.rsplit("/", 1)[-1] or "job"
+            name = source.folder or "job"
         attempt = source.attempt if source.attempt is not None else (header.attempt or 0)
         key = (source.folder, str(name), attempt)
         file.job = self.job_of.setdefault(key, len(self.jobs))
@@ -213,19 +215,24 @@ class _Reader:
 
     def _other_lines(self, lines: Lines) -> None:
         """Decodes the lines that are no operations; finds operations that begin unusually."""
-        for i in np.flatnonzero(~lines.is_op).tolist():
-            file = self.files[lines.file[i]]
-            line = lines.line(i).strip()
-            if not line or file.refused:
-                continue
-            known = self.comm_lines.get(line)
-            if known is not None:
-                file.comms.append(known)
-                continue
-            try:
-                lines.is_op[i] = self._other_line(file, line) == "op"
-            except (msgspec.MsgspecError, RecursionError, RefusedError):
-                file.refused = True
+        other = np.flatnonzero(~lines.is_op)
+        runs = np.split(other, _firsts(lines.file[other])[1:]) if len(other) else []
+        for run in runs:
+            file = self.files[lines.file[run[0]]]
+            for i in run.tolist():
+                if file.refused:
+                    break
+                line = lines.line(i).strip()
+                known = self.comm_lines.get(line)
+                if known is not None:
+                    file.comms.append(known)
+                elif line:
+                    try:
+                        lines.is_op[i] = self._other_line(file, line) == "op"
+                    except (msgspec.MsgspecError, RecursionError, RefusedError):
+                        file.refused = True
+        for i in np.flatnonzero(lines.is_op & (lines.stop - lines.start > MAX_LINE)).tolist():
+            self.files[lines.file[i]].refused = True
 
     def _other_line(self, file: _File, line: bytes) -> str:
         kind = kind_of(line)
@@ -234,14 +241,20 @@ class _Reader:
         if repeated_key(line, kind) or kind == "header":
             raise RefusedError
         if kind == "comm":
+            if len(file.comms) >= MAX_COMMS:
+                raise RefusedError
             comm = self.comm_lines[line] = decode_comm(line)
             file.comms.append(comm)
         elif kind == "end":
             file.end = decode_end(line)
         elif kind == "status":
+            if len(file.statuses) >= MAX_COMMS:
+                raise RefusedError
             file.statuses.append(decode_status(line))
         else:
-            file.skipped[kind] = file.skipped.get(kind, 0) + 1
+            if len(file.skipped) >= 10:
+                kind = "(others)"
+            file.skipped[kind[:50]] = file.skipped.get(kind[:50], 0) + 1
         return kind
 
     def _operations(self, lines: Lines) -> None:

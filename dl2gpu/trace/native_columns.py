@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from dl2gpu.trace.native_lines import op_spelling
+from dl2gpu.trace.native_lines import MAX_COMMS, op_spelling
 from dl2gpu.trace.schema import (
     ANY,
     DTYPE_BYTES,
@@ -74,6 +74,8 @@ class Lines:
         start = np.empty_like(stop)
         start[:1] = 0
         start[1:] = stop[:-1] + 1
+        filled = stop > start
+        start, stop = start[filled], stop[filled]
         file = files[np.searchsorted(np.cumsum(sizes), start, side="right")]
         is_op = np.zeros(len(start), bool)
         long = np.flatnonzero(stop - start >= 14)
@@ -406,6 +408,8 @@ def _op_codes(texts: pl.Series, exact: pl.Series, strings: StringTable) -> pl.Se
 def _comm_codes(job: pl.Series, ids: pl.Series, known: dict[tuple[int, str], int]) -> pl.Series:
     frame = pl.DataFrame([job.alias("job"), ids.alias("id")])
     pairs = frame.filter(pl.col("id").is_not_null()).unique(maintain_order=True)
+    if pairs.height > MAX_COMMS // 2:
+        raise RefusedError
     codes = [known.setdefault(pair, len(known)) for pair in pairs.iter_rows()]
     pairs = pairs.with_columns(pl.Series("code", codes, pl.Int32))
     joined = frame.join(pairs, on=["job", "id"], how="left", maintain_order="left")

@@ -10,6 +10,8 @@ Source: TRACE_FORMAT.md, section JSON Lines.
 from __future__ import annotations
 
 import re
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
@@ -20,6 +22,8 @@ from dl2gpu.trace.inputs import InputError
 from dl2gpu.trace.schema import OP
 
 __all__ = [
+    "MAX_COMMS",
+    "MAX_LINE",
     "Comm",
     "End",
     "Header",
@@ -38,6 +42,8 @@ __all__ = [
 
 Int32 = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Rank = Annotated[int, Meta(ge=0, le=(1 << 20) - 1)]
+"""Of this rank and of a communicator's members: tables as large as the job are made of them."""
 Natural = Annotated[int, Meta(ge=0, le=1 << 62)]
 Code = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Text = str | Int64 | float
@@ -55,8 +61,8 @@ class Header(Struct):
     format: str = "dl2gpu.trace"
     version: int = 1
     job: Text | None = None
-    rank: Int32 | None = None
-    world_size: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    rank: Rank | None = None
+    world_size: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     backend: str | None = None
     attempt: Int32 | None = None
     lost_before: Natural | None = None
@@ -76,7 +82,7 @@ class Comm(Struct):
     """A communicator, as one of its members declares it."""
 
     id: Text
-    ranks: list[Int32] | None = None
+    ranks: Annotated[list[Rank], Meta(max_length=1 << 20)] | None = None
     name: Text | None = None
     desc: Text | None = None
 
@@ -208,12 +214,15 @@ def clean(data: bytes) -> Clean:
             none of what follows could be trusted, so the file is not used. Names line and column.
     """
     out: list[bytes] = []
-    seen: dict[tuple[int, int], int] = {}
-    lines = data.split(b"\n")
-    for number, line in enumerate(lines, 1):
-        line = line.strip()
-        if not line:
-            continue
+    lanes: dict[int, _Lane] = {}
+    comms: set[str] = set()
+    statuses = 0
+    lines = _lines(data)
+    for number, line in lines:
+        if len(line) > MAX_LINE and not line.startswith(b'{"kind":"comm"'):
+            raise InputError(
+                f"line {number}: expected at most {MAX_LINE} bytes in a line, found {len(line)}"
+            )
         try:
             kind = kind_of(line)
             record = _KNOWN[kind](line) if kind in _KNOWN else None
@@ -221,12 +230,12 @@ def clean(data: bytes) -> Clean:
             raise InputError(f"line {number}: {_place(str(e))}") from e
         except (msgspec.DecodeError, RecursionError) as e:
             fault = f"line {number}, {_column(e, line)}"
-            after = sum(_valid(later) for later in lines[number:])
-            if after:
-                raise InputError(
-                    f"{fault}, and {after} valid lines follow: expected one JSON object a line. "
-                    "The order of this rank's operations has a hole; the file is not used"
-                ) from e
+            for later, text in lines:
+                if _valid(text):
+                    raise InputError(
+                        f"{fault}, but line {later} is valid again: expected one JSON object a "
+                        "line. The order of this rank's operations has a hole; the file is not used"
+                    ) from e
             return Clean(b"\n".join(out) + b"\n", f"{fault}: the end of the file was dropped")
         twice = repeated_key(line, kind)
         if twice is not None:
@@ -241,22 +250,71 @@ def clean(data: bytes) -> Clean:
                 "the file there"
             )
         if isinstance(record, Op):
-            line = _checked(record, number, seen)
+            line = _checked(record, number, lanes)
+            comms |= {str(c) for c in (record.comm, record.new_comm) if c is not None}
+        elif isinstance(record, Comm):
+            comms.add(str(record.id))
+        statuses += isinstance(record, Status)
+        if max(len(comms), statuses) > MAX_COMMS:
+            raise InputError(
+                f"line {number}: expected at most {MAX_COMMS} communicators in a file, found more"
+            )
         out.append(line)
     return Clean(b"\n".join(out) + b"\n", None)
 
 
-def _checked(op: Op, number: int, seen: dict[tuple[int, int], int]) -> bytes:
+MAX_COMMS: Final = 100_000
+"""Distinct communicators of one rank; a job of thousands of ranks has some dozens."""
+
+
+MAX_LINE: Final = 4 << 20
+"""Bytes of a line; one of an uneven all_to_all over 100,000 ranks has less than one million."""
+
+
+class _Lane:
+    """Numbers seen in a lane: eight bytes each as long as they rise."""
+
+    def __init__(self) -> None:
+        self.numbers = array("q")
+        self.known: set[int] | None = None
+
+    def add(self, seq: int) -> bool:
+        """False where ``seq`` was there before."""
+        if self.known is None:
+            if not self.numbers or seq > self.numbers[-1]:
+                self.numbers.append(seq)
+                return True
+            self.known = set(self.numbers)
+        if seq in self.known:
+            return False
+        self.known.add(seq)
+        return True
+
+
+def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Number and text of each line that is not blank, one at a time."""
+    start, number = 0, 0
+    while start < len(data):
+        stop = data.find(b"\n", start)
+        stop = len(data) if stop < 0 else stop
+        number += 1
+        line = data[start:stop].strip()
+        if line:
+            yield number, line
+        start = stop + 1
+
+
+def _checked(op: Op, number: int, lanes: dict[int, _Lane]) -> bytes:
     name = str(op.op)
     if not name:
         raise InputError(f"line {number}: key op: expected the name of an operation, found ''")
     if op.comm is None and needs_comm(op_spelling(name)):
         raise InputError(f"line {number}: key comm: expected a communicator id for {name}")
-    before = seen.setdefault((op.lane or 0, op.seq), number)
-    if before != number:
+    lane = op.lane or 0
+    if not lanes.setdefault(lane, _Lane()).add(op.seq):
         raise InputError(
-            f"line {number}: key seq: expected increasing numbers within lane {op.lane or 0}, "
-            f"found {op.seq}, which line {before} has already"
+            f"line {number}: key seq: expected increasing numbers within lane {lane}, found "
+            f"{op.seq} a second time"
         )
     return _encode(op)
 

@@ -337,9 +337,9 @@ def test_jobs() -> None:
         (0, "x", "a", 0, 4, "nccl", "native", True, True),
         (1, "x", "a", 1, 4, "nccl", "native", True, True),
         (2, "y", "a", 0, 4, "nccl", "native", True, True),
-        (3, "c", "b/c", 0, 4, "mpi", "native", True, True),
+        (3, "b/c", "b/c", 0, 4, "mpi", "native", True, True),
     ]
-    assert [(i.job, i.rank) for i in inputs] == [("x", 0), ("x", 1), ("y", 0), ("c", 0)]
+    assert [(i.job, i.rank) for i in inputs] == [("x", 0), ("x", 1), ("y", 0), ("b/c", 0)]
 
 
 def test_what_the_pattern_says_counts() -> None:
@@ -406,7 +406,7 @@ WAIT = '{"kind":"op","seq":1,"op":"wait",'
         ('{"kind":"op","seq":1,"op":"","comm":"dp"}', "line 4: key op"),
         ('{"kind":"op","seq":1,"op":"barrier"}', "line 4: key comm"),
         ('{"kind":"op","seq":1,"op":"mystery"}', "line 4: key comm"),
-        ('{"kind":"op","seq":0,"op":"barrier","comm":"dp"}', "line 4: key seq.*line 3"),
+        ('{"kind":"op","seq":0,"op":"barrier","comm":"dp"}', "line 4: key seq.*second time"),
         ('{"kind":"op","seq":"1","op":"barrier","comm":"dp"}', "line 4: key seq: .*found str"),
         ('{"kind":"op","seq":1.5,"op":"barrier","comm":"dp"}', "line 4: key seq: .*found float"),
         ('{"kind":"op","seq":null,"op":"barrier","comm":"dp"}', "line 4: key seq"),
