@@ -12,7 +12,8 @@ import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis.finding import Finding
-from dl2gpu.analysis.matching import KIND, Matching
+from dl2gpu.analysis.matching import Matching
+from dl2gpu.analysis.tables import KIND
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Fixpoint, Program
 

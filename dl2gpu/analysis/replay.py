@@ -16,7 +16,8 @@ import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis import replay_kernel
-from dl2gpu.analysis.matching import ROLE, Matching
+from dl2gpu.analysis.matching import Matching
+from dl2gpu.analysis.tables import ROLE
 from dl2gpu.trace.schema import MODE, OP, SEND_MODE
 
 __all__ = ["Fixpoint", "Program", "Scenario", "build", "replay", "run"]

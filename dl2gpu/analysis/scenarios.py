@@ -18,7 +18,7 @@ import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis.finding import Finding
-from dl2gpu.analysis.matching import ROLE
+from dl2gpu.analysis.tables import ROLE
 from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, run
 from dl2gpu.analysis.roots import Cause
 from dl2gpu.analysis.waitfor import Graph

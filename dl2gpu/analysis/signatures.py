@@ -16,7 +16,7 @@ from dl2gpu.trace.schema import FLAG, OP
 
 __all__ = ["BLOCKING", "compare_collectives", "compare_messages"]
 
-_SIZED: Final = [
+SIZED: Final = [
     OP[name]
     for name in (
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather",
@@ -30,7 +30,7 @@ BLOCKING: Final = ("op", "root", "bytes", "count", "new_comm")
 
 
 def sized(op: pl.Expr) -> pl.Expr:
-    return op.is_in(_SIZED)
+    return op.is_in(SIZED)
 
 
 def comparable(frame: pl.LazyFrame) -> pl.LazyFrame:

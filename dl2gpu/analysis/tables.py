@@ -23,6 +23,12 @@ MPI: Final = 2
 BACKEND_CLASS: Final = {"gloo": GLOO, "c10d": GLOO, "mpi": MPI}
 """Default semantics by backend (TRACE_FORMAT.md); every other backend behaves like NCCL."""
 
+KIND: Final = {"synchronising": 0, "root_sends": 1, "root_receives": 2, "message": 3}
+"""Kinds of node."""
+
+ROLE: Final = {"none": 0, "member": 1, "root": 2, "send": 3, "recv": 4, "probe": 5}
+"""What an event is at its node."""
+
 LATE_NS: Final = 30_000_000_000
 """A completion this long after the job's last sign of issuing anything is an abort, not progress.
 
@@ -122,11 +128,19 @@ def prepare(trace: Trace) -> Prepared:
     return Prepared(trace, events, jobs, ranks, comms)
 
 
+def dtype_widths() -> pl.DataFrame:
+    """Bytes of an element, by data type code: ``dtype`` Int32, ``width`` Int64."""
+    return pl.DataFrame(
+        {"dtype": range(len(DTYPE_BYTES)), "width": list(DTYPE_BYTES.values())},
+        schema={"dtype": pl.Int32, "width": pl.Int64},
+    )
+
+
 def _sizes(events: pl.DataFrame) -> pl.DataFrame:
     """``bytes`` from count and data type where the source does not give them."""
     if not events["bytes"].null_count():
         return events
-    width = pl.Series("width", list(DTYPE_BYTES.values()), dtype=pl.Int64)
+    width = dtype_widths()["width"]
     codes = events["dtype"]
     known = pl.select(pl.when(codes < len(width)).then(codes)).to_series()
     return events.with_columns(

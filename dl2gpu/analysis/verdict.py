@@ -18,7 +18,8 @@ from dl2gpu.analysis import observed, scenarios
 from dl2gpu.analysis.divergence import Divergence, find_divergence, odd_ones
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.fingerprint import fingerprint
-from dl2gpu.analysis.matching import KIND, ROLE, Matching, match
+from dl2gpu.analysis.matching import Matching, match
+from dl2gpu.analysis.tables import KIND, ROLE
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, build, run
 from dl2gpu.analysis.roots import Cause, find_causes

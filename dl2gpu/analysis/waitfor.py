@@ -23,7 +23,8 @@ import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis import replay_kernel
-from dl2gpu.analysis.matching import KIND, ROLE, passed_members
+from dl2gpu.analysis.matching import passed_members
+from dl2gpu.analysis.tables import KIND, ROLE
 from dl2gpu.analysis.replay import Fixpoint, Program
 from dl2gpu.trace.schema import ANY, EXIT, MODE
 

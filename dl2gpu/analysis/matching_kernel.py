@@ -1,0 +1,371 @@
+"""Matching as passes along the rows: the CPU's form of the plans in ``matching_plan``.
+
+Rows are sorted by (job, rank, position), so the members of one communicator's operations lie in a
+few streams through memory, and a pass that counts and folds by direct addressing beats a hash
+group-by by an order of magnitude. Nulls are -1; a column that is null throughout may be empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+
+from dl2gpu.trace.schema import FLAG, OP
+
+_JIT: Any = njit(cache=True, nogil=True)
+
+NULL: Final = -1
+_FIRST_COLLECTIVE: Final = OP["all_reduce"]
+_BROADCAST: Final = OP["broadcast"]
+_SCATTER_V: Final = OP["scatter_v"]
+_REDUCE: Final = OP["reduce"]
+_GATHER: Final = OP["gather"]
+_GATHER_V: Final = OP["gather_v"]
+_ALL_TO_ALL: Final = OP["all_to_all"]
+_SEND: Final = OP["send"]
+_RECV: Final = OP["recv"]
+_SENDRECV: Final = OP["sendrecv"]
+_PROBE: Final = OP["probe"]
+_INCOMPARABLE: Final = FLAG["sizes_incomparable"]
+
+# bits of the aspects in which signatures differ
+DIFF_OP: Final = 1
+DIFF_ROOT: Final = 2
+DIFF_BYTES: Final = 4
+DIFF_COUNT: Final = 8
+DIFF_DTYPE: Final = 16
+DIFF_REDUCE: Final = 32
+DIFF_NEW: Final = 64
+UNSIZED: Final = 128
+
+
+@_JIT
+def unnumbered(lo: Any, hi: Any, op: Any, comm: Any, ordinal: Any, missing: Any) -> Any:
+    """Marks in ``missing`` bool[comms] the communicators with a collective that has no ordinal."""
+    for e in range(lo, hi):
+        if op[e] >= _FIRST_COLLECTIVE and comm[e] >= 0 and (len(ordinal) == 0 or ordinal[e] < 0):
+            missing[comm[e]] = True
+
+
+@_JIT
+def number(
+    lo: Any, hi: Any, op: Any, comm: Any, r: Any, ordinal: Any, count: Any, count_out: Any,
+    missing: Any, lost: Any, size: Any, nccl: Any,
+    owner: Any, seen: Any, last: Any, times: Any,
+    k: Any, copy: Any, alone: Any, low: Any, high: Any, top: Any,
+) -> Any:  # fmt: skip
+    """Numbers the collectives of the rows lo..hi; returns the largest repetition of a number.
+
+    ``k`` int64[n] ordinal or NULL, ``copy`` int32[n] how often the rank used the number just
+    before, ``alone`` bool[n]; ``low``/``high`` int64[comms] range of ordinals, ``top`` unused.
+    ``owner``, ``seen``, ``last``, ``times`` int64[comms] are scratch; owner starts at -1.
+    """
+    most = 0
+    for e in range(lo, hi):
+        if op[e] < _FIRST_COLLECTIVE:
+            continue
+        c = comm[e]
+        if c < 0:
+            alone[e] = True
+            continue
+        empty = (
+            nccl[c]
+            and len(count) > 0
+            and count[e] == 0
+            and (len(count_out) == 0 or count_out[e] <= 0)
+        )
+        number_ = np.int64(-1)
+        fresh = owner[c] != r[e]
+        if fresh:
+            owner[c] = r[e]
+            seen[c] = 0
+            times[c] = 0
+            last[c] = -2
+        if not missing[c]:
+            number_ = ordinal[e]
+        elif not lost[c] and not empty:
+            seen[c] += 1
+            number_ = seen[c]
+        k[e] = number_
+        if number_ < 0 or empty or size[c] == 1:
+            alone[e] = True
+            continue
+        if last[c] == number_:
+            times[c] += 1
+        else:
+            last[c] = number_
+            times[c] = 0
+        copy[e] = times[c]
+        if times[c] > most:
+            most = times[c]
+        if number_ < low[c]:
+            low[c] = number_
+        if number_ > high[c]:
+            high[c] = number_
+    return most
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _differ(first: Any, v: Any, value: Any, bits: Any, bit: Any) -> Any:
+    """Compares a value with the first one known at node v; unknown agrees with everything."""
+    if value < 0:
+        return bits
+    if first[v] < 0:
+        first[v] = value
+    elif first[v] != value:
+        return bits | bit
+    return bits
+
+
+@_JIT
+def fold(
+    lo: Any, hi: Any, op: Any, comm: Any, root: Any, nbytes: Any, count: Any, dtype: Any,
+    reduce_op: Any, new_comm: Any, split: Any, flags: Any, done: Any, k: Any, copy: Any, alone: Any,
+    base: Any, low: Any, copies: Any, any_sizes: Any, sized: Any,
+    node: Any, present: Any, finished: Any, kind: Any, bits: Any, node_comm: Any, node_k: Any,
+    f_op: Any, f_root: Any, f_bytes: Any, f_count: Any, f_dtype: Any, f_reduce: Any, f_new: Any,
+) -> Any:  # fmt: skip
+    """Gives the rows lo..hi their node and folds their signatures into it.
+
+    ``f_*`` int64[nodes] hold the first known value of each aspect; ``bits`` uint8[nodes] the
+    aspects that differ, and whether some member does not know its bytes.
+    """
+    for e in range(lo, hi):
+        o = op[e]
+        if o < _FIRST_COLLECTIVE or alone[e]:
+            continue
+        c = comm[e]
+        v = base[c] + (k[e] - low[c]) * copies + copy[e]
+        node[e] = v
+        present[v] += 1
+        node_comm[v] = c
+        node_k[v] = k[e]
+        if done[e]:
+            finished[v] += 1
+        b = bits[v]
+        b = _differ(f_op, v, o, b, DIFF_OP)
+        if _BROADCAST <= o <= _GATHER_V and len(root) > 0:
+            b = _differ(f_root, v, root[e], b, DIFF_ROOT)
+            if root[e] >= 0:
+                kind[v] = 1 if o <= _SCATTER_V else 2
+        fair = o < len(sized) and sized[o] and not flags[e] & _INCOMPARABLE
+        if o == _ALL_TO_ALL and any_sizes[c]:
+            fair = False
+        if o == _GATHER and len(count) > 0 and count[e] == 0:
+            fair = False
+        if fair:
+            if len(nbytes) == 0 or nbytes[e] < 0:
+                b |= UNSIZED
+            else:
+                b = _differ(f_bytes, v, nbytes[e], b, DIFF_BYTES)
+            if len(count) > 0:
+                b = _differ(f_count, v, count[e], b, DIFF_COUNT)
+        if len(dtype) > 0:
+            b = _differ(f_dtype, v, dtype[e], b, DIFF_DTYPE)
+        if len(reduce_op) > 0:
+            b = _differ(f_reduce, v, reduce_op[e], b, DIFF_REDUCE)
+        if len(new_comm) > 0 and not (len(split) > 0 and split[e]):
+            b = _differ(f_new, v, new_comm[e], b, DIFF_NEW)
+        bits[v] = b
+
+
+@_JIT
+def roles(lo: Any, hi: Any, op: Any, rank: Any, root: Any, node: Any, f_root: Any, role: Any) -> Any:
+    """``role`` int8[n]: 1 member, 2 root, for the collectives of the rows lo..hi."""
+    for e in range(lo, hi):
+        o = op[e]
+        if o < _FIRST_COLLECTIVE:
+            continue
+        role[e] = 1
+        if _BROADCAST <= o <= _GATHER_V:
+            own = root[e] if len(root) > 0 else -1
+            if own < 0 and node[e] >= 0:
+                own = f_root[node[e]]
+            if own == rank[e]:
+                role[e] = 2
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _mixed(a: Any, b: Any, c: Any, d: Any) -> Any:
+    h = np.uint64(a) * np.uint64(0x9E3779B97F4A7C15)
+    h ^= np.uint64(b) * np.uint64(0xC2B2AE3D27D4EB4F) + (h >> np.uint64(29))
+    h ^= np.uint64(c) * np.uint64(0x165667B19E3779F9) + (h >> np.uint64(31))
+    h ^= np.uint64(d) * np.uint64(0x27D4EB2F165667C5) + (h >> np.uint64(27))
+    h ^= h >> np.uint64(32)
+    return h * np.uint64(0x9E3779B97F4A7C15)
+
+
+@_JIT
+def channels(
+    rows: Any, op: Any, job: Any, comm: Any, rank: Any, peer: Any, tag: Any, recv_peer: Any,
+    recv_tag: Any, matched_peer: Any, matched_tag: Any, tags_matter: Any,
+) -> Any:  # fmt: skip
+    """Channel of each part of the point-to-point rows: int32[2, len(rows)], -1 none, -2 unknown.
+
+    Also (comm, src, dst, tag, job) of the channels in order of first sight. Rows without a
+    communicator use -1 - job, so that jobs stay apart.
+    """
+    n = len(rows)
+    table_size = 16
+    while table_size < 4 * n + 16:
+        table_size *= 2
+    mask = np.uint64(table_size - 1)
+    table = np.full(table_size, -1, np.int32)
+    out = np.full((2, n), -1, np.int32)
+    c_comm = np.empty(2 * n, np.int64)
+    c_src = np.empty(2 * n, np.int32)
+    c_dst = np.empty(2 * n, np.int32)
+    c_tag = np.empty(2 * n, np.int64)
+    c_job = np.empty(2 * n, np.int32)
+    total = 0
+    for x in range(n):
+        e = rows[x]
+        o = op[e]
+        matters = tags_matter[job[e]]
+        for half in range(2):
+            if half == 1 and o != _SENDRECV:
+                break
+            other = peer[e]
+            t = tag[e]
+            if half == 1:
+                if recv_peer[e] >= 0:
+                    other = recv_peer[e]
+                if recv_tag[e] >= 0:
+                    t = recv_tag[e]
+            elif o == _RECV or o == _PROBE:
+                if matched_peer[e] >= 0:
+                    other = matched_peer[e]
+                if matched_tag[e] >= 0:
+                    t = matched_tag[e]
+            if other < 0:
+                out[half, x] = -2
+                continue
+            sends = half == 0 and (o == _SEND or o == _SENDRECV)
+            src = rank[e] if sends else other
+            dst = other if sends else rank[e]
+            t = t if matters and t >= 0 else 0
+            c = np.int64(comm[e]) if comm[e] >= 0 else np.int64(-1 - job[e])
+            slot = _mixed(c, src, dst, t) & mask
+            while True:
+                found = table[slot]
+                if found < 0:
+                    table[slot] = total
+                    c_comm[total] = c
+                    c_src[total] = src
+                    c_dst[total] = dst
+                    c_tag[total] = t
+                    c_job[total] = job[e]
+                    out[half, x] = total
+                    total += 1
+                    break
+                if (
+                    c_comm[found] == c
+                    and c_src[found] == src
+                    and c_dst[found] == dst
+                    and c_tag[found] == t
+                ):
+                    out[half, x] = found
+                    break
+                slot = (slot + np.uint64(1)) & mask
+    return (
+        out, c_comm[:total].copy(), c_src[:total].copy(), c_dst[:total].copy(),
+        c_tag[:total].copy(), c_job[:total].copy(),
+    )  # fmt: skip
+
+
+@_JIT
+def pair(
+    rows: Any, channel: Any, op: Any, r: Any, lossy: Any, done: Any, nbytes: Any, count: Any,
+    out_bytes: Any, out_count: Any, dtype: Any, tag: Any, n_channels: Any,
+) -> Any:  # fmt: skip
+    """The k-th send of a channel with its k-th receive; one slot a message, channels in order.
+
+    Where a side lost its start, or lists active operations only, what is complete is set aside and
+    the rest aligned from the first open one. ``out_bytes`` and ``out_count`` are the receiving
+    halves of sendrecv.
+
+    Returns:
+        place int64[2, rows] k of each part, -1 set aside; base int64[channels]; then per slot:
+        present, finished, has_send, has_recv, sent, taken, n_sent, n_taken, dtypes, tags (differ),
+        cut, probed.
+    """
+    n = len(rows)
+    cut = np.zeros(n_channels, np.bool_)
+    for x in range(n):
+        for half in range(2):
+            c = channel[half, x]
+            if c >= 0 and lossy[r[rows[x]]]:
+                cut[c] = True
+    n_send = np.zeros(n_channels, np.int64)
+    n_recv = np.zeros(n_channels, np.int64)
+    n_most = np.zeros(n_channels, np.int64)
+    place = np.full((2, n), -1, np.int64)
+    for x in range(n):
+        e = rows[x]
+        o = op[e]
+        for half in range(2):
+            c = channel[half, x]
+            if c < 0 or (cut[c] and done[e]):
+                continue
+            if half == 0 and (o == _SEND or o == _SENDRECV):
+                n_send[c] += 1
+                place[half, x] = n_send[c]
+            elif o == _PROBE:
+                # a probe looks at the message that the next receive of its channel would take
+                place[half, x] = n_recv[c] + 1
+            else:
+                n_recv[c] += 1
+                place[half, x] = n_recv[c]
+            n_most[c] = max(n_most[c], place[half, x])
+    base = np.zeros(n_channels + 1, np.int64)
+    for c in range(n_channels):
+        base[c + 1] = base[c] + n_most[c]
+    slots = base[n_channels]
+    present = np.zeros(slots, np.int32)
+    finished = np.zeros(slots, np.int32)
+    has_send = np.zeros(slots, np.bool_)
+    has_recv = np.zeros(slots, np.bool_)
+    sent = np.full(slots, -1, np.int64)
+    taken = np.full(slots, -1, np.int64)
+    n_sent = np.full(slots, -1, np.int64)
+    n_taken = np.full(slots, -1, np.int64)
+    f_dtype = np.full(slots, -1, np.int64)
+    f_tag = np.full(slots, -1, np.int64)
+    dtypes = np.zeros(slots, np.bool_)
+    tags = np.zeros(slots, np.bool_)
+    for x in range(n):
+        e = rows[x]
+        o = op[e]
+        if o == _PROBE:
+            continue
+        for half in range(2):
+            if place[half, x] < 0:
+                continue
+            v = base[channel[half, x]] + place[half, x] - 1
+            present[v] += 1
+            if done[e]:
+                finished[v] += 1
+            if half == 0 and o != _RECV:
+                has_send[v] = True
+                sent[v] = nbytes[e]
+                n_sent[v] = count[e]
+            else:
+                has_recv[v] = True
+                taken[v] = out_bytes[e] if half == 1 else nbytes[e]
+                n_taken[v] = out_count[e] if half == 1 else count[e]
+            if dtype[e] >= 0:
+                if f_dtype[v] < 0:
+                    f_dtype[v] = dtype[e]
+                elif f_dtype[v] != dtype[e]:
+                    dtypes[v] = True
+            if tag[e] >= 0 and half == 0:
+                if f_tag[v] < 0:
+                    f_tag[v] = tag[e]
+                elif f_tag[v] != tag[e]:
+                    tags[v] = True
+    return (
+        place, base, present, finished, has_send, has_recv, sent, taken, n_sent, n_taken,
+        dtypes, tags, cut,
+    )  # fmt: skip

@@ -1,0 +1,319 @@
+"""Matching by passes along the rows: drives ``matching_kernel``, in parallel over jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from dl2gpu.analysis import matching_kernel as kernel
+from dl2gpu.analysis.matching_plan import no_nodes
+from dl2gpu.analysis.signatures import SIZED
+from dl2gpu.analysis.tables import KIND, NCCL_LIKE, ROLE, Prepared, dtype_widths
+from dl2gpu.trace.schema import ANY, OP
+
+__all__ = ["Columns", "Placed", "pass_collectives", "pass_messages"]
+
+Array = npt.NDArray[Any]
+
+_SPARSE: Final = 4
+"""Ordinals may leave gaps up to this factor; damaged or hostile numbers are made dense by a sort."""
+
+
+class Columns:
+    """Event columns as arrays without nulls (-1); a column that is null throughout is empty."""
+
+    def __init__(self, p: Prepared) -> None:
+        self._events = p.events
+        self._got: dict[str, Array] = {}
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._got:
+            series = self._events[name]
+            empty = series.null_count() == len(series)
+            if empty:
+                self._got[name] = np.zeros(0, np.int64)
+            elif series.dtype == pl.Boolean:
+                self._got[name] = series.fill_null(False).to_numpy()
+            else:
+                filled = series.fill_null(-1) if series.null_count() else series
+                self._got[name] = filled.to_numpy()
+        return self._got[name]
+
+    def full(self, name: str, null: int = -1) -> Array:
+        """The column, filled where it is empty."""
+        got = self[name]
+        return got if len(got) else np.full(self._events.height, null, np.int64)
+
+
+class Placed:
+    """Where each event belongs, filled pass by pass; columns as in :class:`Matching`."""
+
+    def __init__(self, n: int) -> None:
+        self.node = np.full(n, -1, np.int32)
+        self.node2 = np.full(n, -1, np.int32)
+        self.role = np.zeros(n, np.int8)
+        self.alone = np.zeros(n, np.bool_)
+        self.k = np.full(n, -1, np.int64)
+
+    def series(self) -> list[pl.Series]:
+        return [
+            pl.Series("node", self.node),
+            pl.Series("role", self.role),
+            pl.Series("alone", self.alone),
+            pl.Series("k", self.k),
+            pl.Series("node2", self.node2),
+            pl.Series("box", np.full(len(self.node), -1, np.int32)),
+        ]
+
+    def collectives(self, events: pl.DataFrame) -> pl.DataFrame:
+        """The collectives only, as :func:`matching_plan.plan_collectives` gives them."""
+        rows = np.flatnonzero(events["op"].to_numpy() >= OP["all_reduce"])
+        node = pl.Series("node", self.node[rows])
+        return pl.DataFrame(
+            {
+                "i": rows.astype(np.uint32),
+                "node": pl.select(pl.when(node >= 0).then(node)).to_series(),
+                "role": self.role[rows],
+                "alone": self.alone[rows],
+                "k": self.k[rows],
+            }
+        )
+
+
+def shares(p: Prepared) -> list[tuple[int, int]]:
+    """Ranges of rows, each of whole jobs, about two for each processor."""
+    job = p.events["job"].to_numpy()
+    n = len(job)
+    if not n:
+        return []
+    parts = 2 * (os.cpu_count() or 1)
+    wanted = job[np.linspace(0, n - 1, parts + 1).astype(np.int64)[1:-1]]
+    cuts = np.unique(np.searchsorted(job, wanted))
+    edges = [0, *[int(c) for c in cuts if 0 < c < n], n]
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def over_jobs(p: Prepared, call: Callable[[int, int], Any]) -> list[Any]:
+    """``call(lo, hi)`` for ranges of rows of whole jobs, in threads."""
+    ranges = shares(p)
+    if len(ranges) <= 1 or p.events.height < 50_000:
+        return [call(lo, hi) for lo, hi in ranges]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return list(pool.map(lambda r: call(*r), ranges))
+
+
+@cache
+def _sized_table() -> Array:
+    table = np.zeros(64, np.bool_)
+    table[SIZED] = True
+    return table
+
+
+def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
+    """Numbers and places all collectives; gives the node table (without ``need``)."""
+    n_comms = p.comms.height
+    about = p.comms.select("comm", "job", "size").join(
+        p.jobs.select("job", "semantics", "source"), on="job", how="left"
+    ).sort("comm")  # fmt: skip
+    size = about["size"].to_numpy()
+    nccl = (about["semantics"] == NCCL_LIKE).fill_null(True).to_numpy()
+    any_sizes = (about["source"] == "flight_recorder").fill_null(False).to_numpy()
+    op, comm, r = c["op"], c.full("comm"), c["r"]
+    ordinal, count, count_out = c["ordinal"], c["count"], c["count_out"]
+
+    missing = np.zeros(n_comms, np.bool_)
+    over_jobs(p, lambda lo, hi: kernel.unnumbered(lo, hi, op, comm, ordinal, missing))
+    lost = _lost_comms(p, missing)
+    owner = np.full(n_comms, -1, np.int64)
+    seen, last, times = (np.zeros(n_comms, np.int64) for _ in range(3))
+    low = np.full(n_comms, np.iinfo(np.int64).max)
+    high = np.full(n_comms, -1, np.int64)
+    copy = np.zeros(len(op), np.int32)
+    most = over_jobs(
+        p,
+        lambda lo, hi: kernel.number(
+            lo, hi, op, comm, r, ordinal, count, count_out, missing, lost, size, nccl,
+            owner, seen, last, times, out.k, copy, out.alone, low, high, high,
+        ),
+    )  # fmt: skip
+    copies = max(most, default=0) + 1
+    used = high >= 0
+    width = np.where(used, high - np.where(used, low, 0) + 1, 0)
+    total = sum(width.tolist()) * copies
+    k = out.k
+    if total > _SPARSE * len(op) + 1024:
+        k, low, width = _dense_numbers(op, comm, out, n_comms)
+        total = int(width.sum()) * copies
+    base = (np.cumsum(width) - width) * copies
+    low = np.where(width > 0, low, 0)
+
+    present, finished, node_comm = (np.zeros(total, np.int32) for _ in range(3))
+    kind, bits = np.zeros(total, np.int8), np.zeros(total, np.uint8)
+    node_k = np.zeros(total, np.int64)
+    first = [np.full(total, -1, np.int64) for _ in range(7)]
+    over_jobs(
+        p,
+        lambda lo, hi: kernel.fold(
+            lo, hi, op, comm, c["root"], c["bytes"], count, c["dtype"], c["reduce_op"],
+            c["new_comm"], c["split"], c["flags"], c["done"], k, copy, out.alone,
+            base, low, copies, any_sizes, _sized_table(),
+            out.node, present, finished, kind, bits, node_comm, node_k, *first,
+        ),
+    )  # fmt: skip
+    over_jobs(
+        p,
+        lambda lo, hi: kernel.roles(lo, hi, op, c["rank"], c["root"], out.node, first[1], out.role),
+    )
+    hard = bits & (kernel.DIFF_OP | kernel.DIFF_ROOT | kernel.DIFF_BYTES | kernel.DIFF_NEW)
+    unsized = (bits & kernel.DIFF_COUNT > 0) & (bits & kernel.UNSIZED > 0)
+    return pl.DataFrame(
+        {
+            "node": np.arange(total, dtype=np.int32),
+            "comm": node_comm,
+            "k": node_k,
+            "kind": kind,
+            "present": present,
+            "finished": finished,
+            "blocks": (hard > 0) | unsized,
+            "differs": (bits & ~np.uint8(kernel.UNSIZED)) > 0,
+        }
+    )
+
+
+def _lost_comms(p: Prepared, missing: Array) -> Array:
+    """bool[comms]: counted communicators of which a member lost its start."""
+    lost = np.zeros(len(missing), np.bool_)
+    cut = p.ranks.filter(pl.col("lost_before").fill_null(1) > 0)["r"]
+    if len(cut) and missing.any():
+        hit = p.events.lazy().filter(
+            pl.col("r").is_in(cut.implode()) & pl.col("comm").is_not_null()
+        )
+        lost[hit.select(pl.col("comm").unique()).collect()["comm"].to_numpy()] = True
+    return lost & missing
+
+
+def _dense_numbers(op: Array, comm: Array, out: Placed, n_comms: int) -> tuple[Array, Array, Array]:
+    """Ordinals by their rank within the communicator, for numbers with huge gaps."""
+    rows = np.flatnonzero((op >= OP["all_reduce"]) & ~out.alone)
+    occur = (
+        pl.DataFrame({"i": rows, "comm": comm[rows], "k": out.k[rows]})
+        .with_columns(rank=pl.col("k").rank("dense").over("comm").cast(pl.Int64) - 1)
+    )  # fmt: skip
+    k = np.full(len(op), -1, np.int64)
+    k[rows] = occur["rank"].to_numpy()
+    width = np.zeros(n_comms, np.int64)
+    np.maximum.at(width, comm[rows], k[rows] + 1)
+    return k, np.zeros(n_comms, np.int64), width
+
+
+def pass_messages(p: Prepared, c: Columns, out: Placed, first: int) -> pl.DataFrame | None:
+    """Places all point-to-point operations; the node table, or None where wildcards need a plan."""
+    op = c["op"]
+    rows = np.flatnonzero(op <= OP["probe"])
+    if not len(rows):
+        return no_nodes()
+    job = c["job"]
+    tags_matter = (p.jobs["semantics"] != NCCL_LIKE).to_numpy()
+    peer, tag = c.full("peer", -2), c.full("tag")
+    nulls = p.events["peer"].is_null().to_numpy()
+    wild = _wildcards(p)
+    if wild:
+        return None
+    peer = np.where(nulls, -2, peer)
+    recv_peer, recv_tag = c.full("recv_peer"), c.full("recv_tag")
+    matched_peer, matched_tag = c.full("matched_peer"), c.full("matched_tag")
+    channel, c_comm, c_src, c_dst, _, c_job = kernel.channels(
+        rows, op, job, c.full("comm"), c["rank"], peer, tag, recv_peer, recv_tag,
+        matched_peer, matched_tag, tags_matter,
+    )  # fmt: skip
+    lossy = (
+        p.ranks.select((pl.col("lost_before").fill_null(1) > 0) | pl.col("only_active").fill_null(False))
+        .to_series().to_numpy()
+    )  # fmt: skip
+    nbytes, count, dtype = c.full("bytes"), c.full("count"), c.full("dtype")
+    out_bytes, out_count = nbytes, count
+    exchange = rows[op[rows] == OP["sendrecv"]]
+    if len(exchange) and len(c["count_out"]):
+        out_bytes, out_count = _receiving(exchange, nbytes, count, c["count_out"], dtype)
+    (place, base, present, finished, has_send, has_recv, sent, taken, n_sent, n_taken, dtypes,
+     tags, cut) = kernel.pair(
+        rows, channel, op, c["r"], lossy, c["done"], nbytes, count, out_bytes, out_count,
+        dtype, tag, len(c_comm),
+    )  # fmt: skip
+
+    slots = int(base[-1])
+    of_channel = np.repeat(np.arange(len(c_comm)), np.diff(base))
+    for half, target in ((0, out.node), (1, out.node2)):
+        has = place[half] > 0
+        target[rows[has]] = first + base[channel[half, has]] + place[half, has] - 1
+    out.k[rows] = np.where(place[0] > 0, place[0], -1)
+    kinds = np.full(max(OP.values()) + 1, ROLE["send"], np.int8)
+    kinds[OP["recv"]], kinds[OP["probe"]] = ROLE["recv"], ROLE["probe"]
+    out.role[rows] = kinds[op[rows]]
+    # nothing is known of the partner, or the message lies before what can be aligned
+    out.alone[rows] = (place[0] < 0) & (place[1] < 0)
+
+    known = (sent >= 0) & (taken >= 0)
+    left, right = np.where(known, sent, n_sent), np.where(known, taken, n_taken)
+    both = (left >= 0) & (right >= 0)
+    strict = ~tags_matter[c_job[of_channel]]
+    blocks = both & np.where(strict, left != right, left > right)
+    k = np.arange(slots) - base[of_channel] + 1
+    return pl.DataFrame(
+        {
+            "node": np.arange(first, first + slots, dtype=np.int32),
+            "job": c_job[of_channel],
+            "comm": np.maximum(c_comm[of_channel], -1).astype(np.int32),
+            "k": k,
+            "src": c_src[of_channel],
+            "dst": c_dst[of_channel],
+            "present": present,
+            "differs": blocks | dtypes | (tags & strict),
+            "blocks": blocks,
+            "finished": finished,
+            "has_send": has_send,
+            "has_recv": has_recv,
+            "cut": cut[of_channel],
+            "kind": np.full(slots, KIND["message"], np.int8),
+            "members": np.full(slots, 2, np.int32),
+            "passed": np.zeros(slots, np.int32),
+            "need": np.where(present >= 2, 2, -1).astype(np.int32),
+        }
+    )
+
+
+def _wildcards(p: Prepared) -> bool:
+    """Is there a receive or probe that takes from anybody, or any tag where tags matter?"""
+    e = p.events
+    if e["peer"].min() != ANY and e["tag"].min() != ANY and e["recv_peer"].min() != ANY:
+        return False
+    matters = p.jobs.filter(pl.col("semantics") != NCCL_LIKE)["job"]
+    source = pl.coalesce("matched_peer", "peer") == ANY
+    tag = (pl.coalesce("matched_tag", "tag") == ANY) & pl.col("job").is_in(matters.implode())
+    other = (pl.col("recv_peer") == ANY) | (
+        (pl.col("recv_tag") == ANY) & pl.col("job").is_in(matters.implode())
+    )
+    wild = (source | tag | other).fill_null(False) & (pl.col("op") <= OP["probe"])
+    return bool(e.lazy().select(wild.any()).collect().item())
+
+
+def _receiving(
+    rows: Array, nbytes: Array, count: Array, count_out: Array, dtype: Array
+) -> tuple[Array, Array]:
+    """Sizes of the receiving halves of sendrecv."""
+    out_bytes, out_count = nbytes.copy(), count.copy()
+    given = rows[count_out[rows] >= 0]
+    widths = dtype_widths()["width"].to_numpy()
+    known = (dtype[given] >= 0) & (dtype[given] < len(widths))
+    width = widths[np.where(known, dtype[given], 0)]
+    out_count[given] = count_out[given]
+    out_bytes[given] = np.where(known, count_out[given] * width, -1)
+    return out_bytes, out_count
+
