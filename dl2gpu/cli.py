@@ -137,6 +137,10 @@ def scan(
 
         if out is not None:
             check_target(out)
+        if verbose and engine is Engine.auto:
+            from dl2gpu.engine.choose import missing
+
+            _complain(f"engine auto: {'; '.join(missing()) or 'there is a usable GPU'}")
         with progress(quiet=quiet) as callback:
             report = run(
                 paths,

@@ -216,6 +216,12 @@ def test_progress_is_plain_lines_on_stderr(fake: Callable[..., list[Call]]) -> N
     assert "1. inverted-a: cycle" in invoke("scan", "x", "--quiet").stdout
 
 
+def test_verbose_says_why_the_engine(fake: Callable[..., list[Call]]) -> None:
+    fake()
+    assert invoke("scan", "x", "-v").stderr.startswith("dl2gpu: engine auto: ")
+    assert "engine" not in invoke("scan", "x", "-v", "--engine", "cpu").stderr
+
+
 def test_out_writes_the_files(
     fake: Callable[..., list[Call]], report: Report, tmp_path: Path
 ) -> None:
