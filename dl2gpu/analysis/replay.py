@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -107,18 +107,18 @@ class Layout:
     unit_size: Array
 
 
-def _codes(series: pl.Series, dtype: Any = np.int64, null: int = -1) -> Array:
+def _codes(series: pl.Series, null: int = -1) -> Array:
+    """A column as an array, nulls filled; of its own type."""
     if series.null_count() == len(series):
-        return np.full(len(series), null, dtype)
-    if series.null_count():
-        series = series.fill_null(null)
-    return series.to_numpy().astype(dtype, copy=False)
+        return np.full(len(series), null, series.to_physical().head(0).to_numpy().dtype)
+    return (series.fill_null(null) if series.null_count() else series).to_numpy()
 
 
 def _flags(series: pl.Series) -> Array:
-    if series.null_count():
-        series = series.fill_null(False)
-    return series.to_numpy().astype(np.bool_, copy=False)
+    return (series.fill_null(False) if series.null_count() else series).to_numpy()
+
+
+_NONE: Final = np.zeros(0, np.int64)
 
 
 def build(m: Matching) -> Program:
@@ -126,72 +126,72 @@ def build(m: Matching) -> Program:
     e = m.events
     n = e.height
     n_jobs = m.prepared.jobs.height
-    job = _codes(e["job"])
+    job = e["job"].to_numpy()
     job_event = np.searchsorted(job, np.arange(n_jobs + 1)).astype(np.int32)
-    op = _codes(e["op"], np.int32)
+    op = e["op"].to_numpy()
     stream = _codes(e["stream"])
     is_wait = op == OP["wait"]
-    waits = _wait_pairs(m, is_wait, stream)
-    target = _codes(waits["target"], np.int64)
-    wait = _codes(waits["wait"], np.int32)
-    dep_start, dep_item = replay_kernel.bucket(target, n)
     wait_left = np.zeros(n, np.int32)
     wait_kind = np.zeros(n, np.uint8)
     if is_wait.any():
+        waits = _wait_pairs(m, is_wait, stream)
+        target, wait = waits["target"].to_numpy(), waits["wait"].to_numpy().astype(np.int32)
+        dep_start, dep_item = replay_kernel.bucket(target.astype(np.int64), n)
+        dep_wait = wait[dep_item]
         wait_left = np.bincount(wait, minlength=n).astype(np.int32)
         any_mode = (_codes(e["mode"], null=0) != MODE["all"]) & is_wait
         wait_left[any_mode] = np.minimum(wait_left[any_mode], 1)
         wait_kind[is_wait] = 1
         wait_kind[is_wait & (stream < 0) & _waits_for_all(e)] = 2
+    else:
+        waits = _no_pairs()
+        dep_start, dep_wait = np.zeros(n + 1, np.int32), np.zeros(0, np.int32)
 
-    node1 = _codes(e["node"], np.int32)
-    node2 = _codes(e["node2"], np.int32)
-    role = _codes(e["role"], np.int8)
-    alone = _flags(e["alone"])
-    n_nodes = m.nodes.height
-    both = np.empty(2 * n, np.int64)
-    both[0::2] = np.where(alone, -1, node1)
-    both[1::2] = node2
-    node_start, node_part = replay_kernel.bucket(both, n_nodes)
-    box = _codes(e["box"], np.int64)
+    node1, node2, alone = e["node"].to_numpy(), e["node2"].to_numpy(), e["alone"].to_numpy()
+    node_start, node_part = replay_kernel.parts_of(node1, node2, alone, m.nodes.height)
+    role = e["role"].to_numpy()
+    box = e["box"].to_numpy()
     n_boxes = int(box.max(initial=-1)) + 1
-    box_start, box_event = replay_kernel.bucket(box, n_boxes)
+    box_start, box_event = replay_kernel.bucket(box.astype(np.int64) if n_boxes else _NONE, n_boxes)
     box_job = job[box_event[box_start[:-1]]] if n_boxes else np.zeros(0, np.int64)
-
+    boxed = {
+        "peer": _codes(e["peer"], -2).astype(np.int32),
+        "tag": _codes(e["tag"], 0),
+        "recv_peer": np.where(op == OP["sendrecv"], _codes(e["recv_peer"], -2), -3),
+        "recv_tag": _codes(e["recv_tag"], 0),
+    } if n_boxes else {
+        "peer": np.zeros(0, np.int32), "tag": _NONE, "recv_peer": np.zeros(0, np.int32),
+        "recv_tag": _NONE,
+    }  # fmt: skip
+    lane = e["lane"].to_numpy()
     kernel = {
         "host_blocks": _flags(e["blocking"]) | is_wait,
         "wait_kind": wait_kind,
         "wait_left": wait_left,
         "dep_start": dep_start,
-        "dep_wait": wait[dep_item] if len(wait) else np.zeros(0, np.int32),
-        "node1": np.where(alone, -1, node1).astype(np.int32),
+        "dep_wait": dep_wait,
+        "node1": np.where(alone, np.int32(-1), node1),
         "node2": node2,
-        "role": _boxed_roles(role, op, box),
+        "role": _boxed_roles(role, op, box) if n_boxes else role,
         "alone": alone,
         "done": _flags(e["done"]),
         "node_start": node_start,
-        "node_part": node_part.astype(np.int32),
-        "node_kind": _codes(m.nodes["kind"], np.int8),
-        "node_need": _codes(m.nodes["need"], np.int32),
+        "node_part": node_part,
+        "node_kind": _codes(m.nodes["kind"]),
+        "node_need": _codes(m.nodes["need"]),
         "node_blocks": _flags(m.nodes["blocks"]),
         "box_start": box_start,
         "box_event": box_event,
         "job_box": np.searchsorted(box_job, np.arange(n_jobs + 1)).astype(np.int32),
-        "peer": _codes(e["peer"], np.int32, -2),
-        "tag": _codes(e["tag"], np.int64, 0),
-        "recv_peer": np.where(op == OP["sendrecv"], _codes(e["recv_peer"], np.int32, -2), -3),
-        "recv_tag": _codes(e["recv_tag"], np.int64, 0),
-        "bytes": _codes(e["bytes"], np.int64, replay_kernel.UNKNOWN_BYTES),
-        "send_mode": _codes(e["send_mode"], np.int8, 0),
-    }
+    } | boxed  # fmt: skip
     return Program(
         matching=m,
         job_event=job_event,
-        rank_of=_codes(e["rank"], np.int32),
-        r=_codes(e["r"]),
-        lane=_dense(_codes(e["lane"])),
+        rank_of=e["rank"].to_numpy(),
+        r=e["r"].to_numpy(),
+        lane=_dense(lane),
         stream=stream,
-        group=_codes(e["group"]),
+        group=_NONE if e["group"].null_count() == n else _codes(e["group"]),
         kernel=kernel,
         waits=waits,
     )
@@ -200,8 +200,6 @@ def build(m: Matching) -> Program:
 def _boxed_roles(role: Array, op: Array, box: Array) -> Array:
     """Roles, with those of the events that are matched from a mailbox."""
     boxed = box >= 0
-    if not boxed.any():
-        return role
     taking = np.where(op == OP["recv"], ROLE["recv"], ROLE["send"])
     taking = np.where(op == OP["probe"], ROLE["probe"], taking)
     return np.where(boxed, taking, role).astype(np.int8)
@@ -219,18 +217,22 @@ def _waits_for_all(e: pl.DataFrame) -> Array:
     return e["requests"].list.len().fill_null(0).to_numpy() == 0
 
 
+def _no_pairs() -> pl.DataFrame:
+    return pl.DataFrame(schema={"wait": pl.UInt32, "target": pl.UInt32})
+
+
 def _wait_pairs(m: Matching, is_wait: Array, stream: Array) -> pl.DataFrame:
     """(wait, target) pairs: named requests, and everything before a wait that stands on a stream."""
-    pairs = pl.DataFrame(schema={"wait": pl.UInt32, "target": pl.UInt32})
-    if not is_wait.any():
-        return pairs
     e = m.events
-    waits = e.filter(pl.Series(is_wait))
+    pairs = _no_pairs()
     named = (
-        waits.select("i", "r", "lane", request="requests")
+        e.lazy()
+        .filter(pl.Series(is_wait) & (pl.col("requests").list.len() > 0))
+        .select("i", "r", "lane", request="requests")
         .explode("request", empty_as_null=False)
         .filter(pl.col("request").is_not_null())
         .unique()
+        .collect()
     )
     if named.height:
         pairs = _named_pairs(e.filter(pl.col("request").is_not_null() & ~pl.Series(is_wait)), named)
@@ -291,14 +293,14 @@ def _named_pairs(requests: pl.DataFrame, named: pl.DataFrame) -> pl.DataFrame:
 def layout(p: Program, scenario: Scenario) -> Layout:
     """Lanes, queues and batches under the scenario's reading of streams."""
     n = len(p.r)
-    order = np.arange(n)
+    order = _NONE
     stream = p.stream
     strings = p.matching.prepared.trace.strings.height + 1
     if scenario.one_stream:
-        stream = np.where(stream >= 0, 0, -1)
+        stream = np.where(stream >= 0, np.int32(0), np.int32(-1))
     if scenario.flip_lanes:
         flipped = np.where(p.rank_of % 2 == 1, -p.lane, p.lane)
-        order = np.lexsort((order, flipped, p.r))
+        order = np.lexsort((np.arange(n), flipped, p.r))
     n_lanes = int(p.lane.max(initial=0)) + 1
     return Layout(
         *replay_kernel.index_program(p.r, p.lane, stream, p.group, order, n_lanes, strings)
@@ -327,12 +329,8 @@ def run(
     partner = np.full(n, -1, np.int32)
     done = k["done"] if scenario.use_states else np.zeros(n, np.bool_)
     wait_left = k["wait_left"].copy()
-    mode = k["send_mode"]
-    if scenario.eager_bytes:
-        small = (k["bytes"] <= scenario.eager_bytes) | (scenario.eager_bytes == Scenario.INFINITE)
-    else:
-        small = np.zeros(n, np.bool_)
-    eager = (mode == SEND_MODE["buffered"]) | (small & (mode != SEND_MODE["synchronous"]))
+    eager = _eager(p, scenario)
+    scratch = replay_kernel.scratch(n, len(lay.lane_first), len(lay.queue_first), len(lay.unit_first), len(k["node_kind"]))
 
     def work(part: Array) -> None:
         replay_kernel.run(
@@ -346,7 +344,7 @@ def run(
             k["box_start"], k["box_event"], p.rank_of, k["peer"], k["tag"], k["recv_peer"],
             k["recv_tag"],
             scenario.early_release, scenario.atomic_batch, scenario.wild_high,
-            issued, started, completed, lane_at, queue_at, partner,
+            issued, started, completed, lane_at, queue_at, partner, *scratch,
         )  # fmt: skip
 
     chosen = np.arange(n_jobs, dtype=np.int32) if jobs is None else jobs.astype(np.int32)
@@ -358,6 +356,24 @@ def run(
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(work, _shares(chosen, p.job_event, threads)))
     return Fixpoint(scenario, issued, started, completed, lane_at, queue_at, partner, lay)
+
+
+def _eager(p: Program, scenario: Scenario) -> Array:
+    """bool[n]: sends that complete without a receiver (rule 5)."""
+    e = p.matching.events
+    n = e.height
+    mode = e["send_mode"]
+    plain = mode.null_count() == n or int(mode.max() or 0) == SEND_MODE["standard"]  # type: ignore[arg-type]
+    if plain and not scenario.eager_bytes:
+        return np.zeros(n, np.bool_)
+    how = _codes(mode, SEND_MODE["standard"])
+    small = np.zeros(n, np.bool_)
+    if scenario.eager_bytes == Scenario.INFINITE:
+        small[:] = True
+    elif scenario.eager_bytes:
+        size = _codes(e["bytes"])
+        small = (size >= 0) & (size <= scenario.eager_bytes)
+    return (how == SEND_MODE["buffered"]) | (small & (how != SEND_MODE["synchronous"]))
 
 
 def _shares(jobs: Array, job_event: Array, threads: int) -> list[Array]:

@@ -17,9 +17,6 @@ ROOT_SENDS: Final = 1
 ROOT_RECEIVES: Final = 2
 MESSAGE: Final = 3
 
-UNKNOWN_BYTES: Final = (1 << 63) - 1
-"""Stands for an unknown message size: never within an eager threshold."""
-
 MEMBER: Final = 1
 ROOT: Final = 2
 SEND: Final = 3
@@ -35,8 +32,9 @@ def index_program(r: Any, lane: Any, stream: Any, group: Any, order: Any, n_lane
 
     Args:
         r: int64[n] rank row. lane: int64[n] dense lane numbers below n_lanes.
-        stream: int64[n] string code, -1 for host operations. group: int64[n], -1 for none.
-        order: int64[n] order in which queues are filled (a permutation that keeps ranks together).
+        stream: int[n] string code, -1 for host operations. group: int64[n], -1 for none, or empty.
+        order: int64[n] order in which queues are filled (a permutation that keeps ranks together);
+            empty: as the rows come.
 
     Returns:
         lane_of, lane_next, lane_first, lane_rank, queue_of, queue_next, queue_first, queue_rank,
@@ -76,7 +74,7 @@ def index_program(r: Any, lane: Any, stream: Any, group: Any, order: Any, n_lane
     last = np.zeros(n_strings, np.int32)
     queues = 0
     for x in range(n):
-        e = order[x]
+        e = order[x] if len(order) else x
         v = stream[e]
         if v < 0:
             continue
@@ -96,7 +94,7 @@ def index_program(r: Any, lane: Any, stream: Any, group: Any, order: Any, n_lane
     unit_first = np.empty(n, np.int32)
     unit_size = np.zeros(n, np.int32)
     units = 0
-    for e in range(n):
+    for e in range(len(group)):
         before = lane_prev[e]
         if group[e] < 0 or before < 0 or group[before] != group[e]:
             continue
@@ -172,6 +170,44 @@ def bucket(key: Any, n_keys: Any) -> Any:
     return start, item
 
 
+@_JIT
+def parts_of(node1: Any, node2: Any, alone: Any, n_nodes: Any) -> Any:
+    """(start int32[nodes+1], part int32[...]): parts of each node as 2 * event + half, in order."""
+    start = np.zeros(n_nodes + 1, np.int32)
+    for e in range(len(node1)):
+        if node1[e] >= 0 and not alone[e]:
+            start[node1[e] + 1] += 1
+        if node2[e] >= 0:
+            start[node2[e] + 1] += 1
+    for v in range(n_nodes):
+        start[v + 1] += start[v]
+    fill = start[:-1].copy()
+    part = np.empty(start[n_nodes], np.int32)
+    for e in range(len(node1)):
+        if node1[e] >= 0 and not alone[e]:
+            part[fill[node1[e]]] = 2 * e
+            fill[node1[e]] += 1
+        if node2[e] >= 0:
+            part[fill[node2[e]]] = 2 * e + 1
+            fill[node2[e]] += 1
+    return start, part
+
+
+def scratch(n: int, lanes: int, queues: int, units: int, nodes: int) -> tuple[Any, ...]:
+    """Working arrays of :func:`run`, shared by its threads (each touches its own jobs' parts)."""
+    return (
+        np.zeros(lanes + queues, np.bool_),  # waiting: the agent is on the work list
+        np.zeros(n, np.bool_),  # ready
+        np.zeros(n, np.int8),  # parts_left
+        np.zeros(n, np.uint8),  # satisfied
+        np.zeros((4, units), np.int32),  # unit_ready, unit_left, unit_total, unit_met
+        np.zeros((2, nodes), np.int32),  # arrived
+        np.zeros((2, nodes), np.bool_),  # root_in
+        np.zeros(lanes, np.int32),  # outstanding
+        np.full(lanes, -1, np.int32),  # forced: last event of the lane known to be passed
+    )
+
+
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _satisfy(sats: Any, n: Any, satisfied: Any, part: Any) -> Any:
     """Puts a part on the stack of satisfied parts, once. ``part``: 4 event + 2 layer + half."""
@@ -196,8 +232,10 @@ def run(
     box_start: Any, box_event: Any, rank_of: Any, peer: Any, tag: Any, recv_peer: Any, recv_tag: Any,
     early: Any, atomic: Any, wild_high: Any,
     issued: Any, started: Any, completed: Any, lane_at: Any, queue_at: Any, partner: Any,
+    waiting: Any, ready: Any, parts_left: Any, satisfied: Any, units: Any, arrived: Any,
+    root_in: Any, outstanding: Any, forced: Any,
 ) -> Any:  # fmt: skip
-    """Runs the given jobs to their least fixpoint; writes the last six arrays.
+    """Runs the given jobs to their least fixpoint; writes ``issued`` to ``partner``.
 
     ``jobs`` int32[..] numbers of jobs; ``job_*`` offsets of each job's events, lanes, queues and
     mailboxes. ``wait_kind`` uint8[n]: 0 no wait, 1 named requests, 2 everything before it in the
@@ -213,7 +251,6 @@ def run(
     for j in jobs:
         widest = max(widest, job_event[j + 1] - job_event[j])
     n_lanes = len(lane_first)
-    n_agents = n_lanes + len(queue_first)
     starts = np.empty(3 * widest + 3, np.int64)  # 2 * event + layer; 2 layers, and once to start
     sats = np.empty(4 * widest + 4, np.int64)  # each part is put there once in each layer
     comps = np.empty(widest + 1, np.int32)
@@ -221,18 +258,7 @@ def run(
     for j in jobs:
         most = max(most, job_lane[j + 1] - job_lane[j] + job_queue[j + 1] - job_queue[j])
     agents = np.empty(most + 1, np.int32)
-    waiting = np.zeros(n_agents, np.bool_)  # agent is on the work list
-    ready = np.zeros(len(issued), np.bool_)
-    parts_left = np.zeros(len(issued), np.int8)
-    satisfied = np.zeros(len(issued), np.uint8)
-    unit_ready = np.zeros(len(unit_first), np.int32)
-    unit_left = np.zeros(len(unit_first), np.int32)
-    unit_total = np.zeros(len(unit_first), np.int32)  # parts of the batch
-    unit_met = np.zeros(len(unit_first), np.int32)  # parts satisfied in layer 0
-    arrived = np.zeros((2, len(node_kind)), np.int32)
-    root_in = np.zeros((2, len(node_kind)), np.bool_)
-    outstanding = np.zeros(n_lanes, np.int32)
-    forced = np.full(n_lanes, -1, np.int32)  # last event of the lane known to be passed
+    unit_ready, unit_left, unit_total, unit_met = units[0], units[1], units[2], units[3]
 
     for j in jobs:
         n_start = 0

@@ -71,8 +71,9 @@ def smallest_safe_buffer(p: Program, job: int, early_release: bool) -> int | Non
     no wait-any whose choice could change), so the threshold is found by bisection.
     """
     lo, hi = p.job_event[job], p.job_event[job + 1]
-    sends = (p.kernel["role"][lo:hi] == ROLE["send"]) & (p.kernel["bytes"][lo:hi] < (1 << 62))
-    sizes = np.unique(p.kernel["bytes"][lo:hi][sends])
+    events = p.matching.events[int(lo) : int(hi)]
+    sizes = events.filter(pl.Series(p.kernel["role"][lo:hi] == ROLE["send"]))["bytes"]
+    sizes = sizes.drop_nulls().unique().sort().to_numpy()
     sizes = sizes[sizes > 0]
     if not len(sizes) or not runs(p, job, int(sizes[-1]), early_release):
         return None
