@@ -186,6 +186,8 @@ def _event(
             dtype, size = DTYPES[spelled]
     if op == "barrier":
         dtype = size = None
+    if len(set(e.get("input_dtypes", []))) > 1:
+        size = None
     splits = None
     if op.startswith("all_to_all"):
         if version < (2, 4):

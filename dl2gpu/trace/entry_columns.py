@@ -17,7 +17,7 @@ from numba import njit, types
 
 from dl2gpu.trace.pickle_kernel import COLUMNS, KEYWORDS, NULL
 
-__all__ = ["NARROW", "P2P", "RETIRED", "SECRET", "WIDE", "Columns", "Fault", "Stacks", "pack"]
+__all__ = ["MIXED", "NARROW", "P2P", "RETIRED", "SECRET", "WIDE", "Columns", "Fault", "Stacks", "pack"]
 
 WIDE: Final = (
     "record_id",  # or the position, where record_id is missing or does not increase
@@ -48,6 +48,7 @@ STATES: Final = ("", "scheduled", "started", "completed")
 """Meaning of the two low bits of :attr:`Columns.bits`."""
 RETIRED: Final = 4
 P2P: Final = 8
+MIXED: Final = 16  # the input tensors differ in data type
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Columns:
     narrow: npt.NDArray[np.int32]
     """(len(NARROW), entries)."""
     bits: npt.NDArray[np.uint8]
-    """State (number in STATES), RETIRED, P2P of each entry."""
+    """State (number in STATES), RETIRED, P2P, MIXED of each entry."""
     groups: list[tuple[str, str, int | None]]
     """Name, description and pg_id of each process group that an entry names."""
     raw: list[bytes]
@@ -136,7 +137,7 @@ _FROM: Final = (
     "input_sizes", "output_sizes", "collective_seq_id", "seq_id", "time_created_ns",
     "time_created_us", "profiling_name", "input_dtypes", "output_dtypes", "input_tensors",
     "output_tensors", "input_numels", "frames", "state", "retired", "is_p2p", "process_group",
-    "pg_desc", "pg_id", "thread_id",
+    "pg_desc", "pg_id", "thread_id", "input_mixed",
 )  # fmt: skip
 SECRET: Final = int.from_bytes(os.urandom(8), "little", signed=True) | 1
 """Key of the hash tables, so that no file can be made to collide in them. Shows in no result."""
@@ -216,6 +217,7 @@ def _pack_rows(rec, order, at, states, wide, narrow, bits, groups, table, lanes,
                 state = j + 1
         retired = rec[r, at[18]] == 1
         bits[i] = state | (RETIRED if retired else 0) | (P2P if rec[r, at[19]] == 1 else 0)
+        bits[i] |= MIXED if rec[r, at[24]] == 1 else 0
         facts[2] += 1 if state == 3 else 0
         facts[3] += 1 if state == 3 or retired else 0
         if state == 2 or rec[r, at[2]] > 0:
@@ -225,8 +227,8 @@ def _pack_rows(rec, order, at, states, wide, narrow, bits, groups, table, lanes,
         name = rec[r, at[20]]
         desc = rec[r, at[21]]
         number = rec[r, at[22]]
-        h = number if name == NULL else (name ^ at[24]) * at[24] + desc
-        h = (h ^ at[24]) * at[24]
+        h = number if name == NULL else (name ^ at[25]) * at[25] + desc
+        h = (h ^ at[25]) * at[25]
         slot = (h ^ ((h >> 32) & 0xFFFFFFFF)) & mask
         while True:
             g = table[slot]

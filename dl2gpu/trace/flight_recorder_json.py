@@ -8,25 +8,53 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from dl2gpu.trace.entry_columns import Columns, Fault, Stacks, pack
 from dl2gpu.trace.pickle_kernel import COLUMNS, KEYWORDS, LEAST_KEYS, NULL, SATURATED, WIDTH
 
 __all__ = ["decode"]
 
+_Sizes = tuple[tuple[int, ...], ...]
+
+
+class _Entry(msgspec.Struct):
+    """The keys of an entry that are used, with the types that the writer gives them."""
+
+    record_id: int | None = None
+    pg_id: int | None = None
+    process_group: tuple[str, str] | None = None
+    collective_seq_id: int | None = None
+    p2p_seq_id: int | None = None
+    seq_id: int | None = None
+    profiling_name: str | None = None
+    time_created_ns: int | None = None
+    time_created_us: int | None = None
+    input_sizes: _Sizes | None = None
+    input_dtypes: tuple[str, ...] | None = None
+    output_sizes: _Sizes | None = None
+    output_dtypes: tuple[str, ...] | None = None
+    state: str | None = None
+    time_discovered_started_ns: int | None = None
+    time_discovered_completed_ns: int | None = None
+    retired: bool | None = None
+    is_p2p: bool | None = None
+    thread_id: str | None = None
+    frames: Any = None
+
+
 _INTS: Final = (
-    "record_id", "pg_id", "collective_seq_id", "p2p_seq_id", "op_id", "seq_id", "time_created_ns",
+    "record_id", "pg_id", "collective_seq_id", "p2p_seq_id", "seq_id", "time_created_ns",
     "time_created_us", "time_discovered_started_ns", "time_discovered_completed_ns", "retired",
-    "timeout_ms", "is_p2p",
+    "is_p2p",
 )  # fmt: skip
 _TEXTS: Final = ("profiling_name", "state", "thread_id")
-_KEYS: Final = frozenset(KEYWORDS[:24])
+_ENTRIES: Final = msgspec.json.Decoder(list[_Entry])
+_MEMBERS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def decode(data: bytes) -> Columns:
@@ -35,20 +63,72 @@ def decode(data: bytes) -> Columns:
     Never raises for the content of ``data``. A file cut short gives the entries before the cut;
     what stands behind them in the file (pg_config, pg_status) is then missing.
     """
-    root, fault = _parse(data)
-    entries: list[Any] = []
-    header: dict[str, Any] = {}
-    if isinstance(root, list):
-        entries = root
-    elif isinstance(root, dict):
-        found = root.pop("entries", None)
-        entries = found if isinstance(found, list) else []
-        header = root
+    typed = _as_written(data)
+    if typed is not None:
+        entries, header = typed
+        lost, fault = 0, None
     else:
-        fault = fault or Fault("damaged", 0, "neither a JSON object nor a list")
-    columns = _columns(entries, header)
-    columns.fault, columns.size = fault, len(data)
+        root, fault = _parse(data)
+        header = root if isinstance(root, dict) else {}
+        found = header.pop("entries", None) if isinstance(root, dict) else root
+        if root is not None and not isinstance(root, (dict, list)):
+            fault = fault or Fault("damaged", 0, "neither a JSON object nor a list")
+        members = found if isinstance(found, list) else []
+        entries = [_tolerant(e) for e in members if isinstance(e, dict)]
+        lost = len(members) - len(entries)
+    good = [e for e in entries if _is_entry(e)]
+    columns = _columns(good)
+    columns.header, columns.fault, columns.size = header, fault, len(data)
+    columns.lost = lost + len(entries) - len(good)
     return columns
+
+
+def _as_written(data: bytes) -> tuple[list[_Entry], dict[str, Any]] | None:
+    """Entries and header of a file that holds just what PyTorch writes; None for any other."""
+    try:
+        members = _MEMBERS.decode(data)
+        entries = members.pop("entries", None)
+        header = {key: msgspec.json.decode(value) for key, value in members.items()}
+        return [] if entries is None else _ENTRIES.decode(entries), header
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _is_entry(e: _Entry) -> bool:
+    known = (e.record_id, e.pg_id, e.state, e.input_sizes, e.collective_seq_id, e.seq_id)
+    return e.profiling_name is not None and len(known) - known.count(None) >= LEAST_KEYS - 1
+
+
+def _tolerant(found: dict[str, Any]) -> _Entry:
+    """An entry of a file that was made by something else: what is not of its type is absent."""
+    e = _Entry()
+    for name in _INTS:
+        setattr(e, name, _int(found.get(name)))
+    for name in _TEXTS:
+        text = found.get(name)
+        setattr(e, name, text if isinstance(text, str) else None)
+    group = found.get("process_group")
+    if isinstance(group, list) and len(group) == 2 and all(isinstance(g, str) for g in group):
+        e.process_group = (group[0], group[1])
+    for side in ("input", "output"):
+        sizes, dtypes = found.get(f"{side}_sizes"), found.get(f"{side}_dtypes")
+        if isinstance(sizes, list):
+            setattr(e, f"{side}_sizes", tuple(map(_dims, sizes)))
+        if isinstance(dtypes, list):
+            setattr(e, f"{side}_dtypes", tuple(d for d in dtypes if isinstance(d, str)))
+    e.frames = found.get("frames")
+    return e
+
+
+def _int(value: Any) -> int | None:
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
+        return int(value)
+    return int(value) if isinstance(value, int) else None
+
+
+def _dims(dims: Any) -> tuple[int, ...]:
+    known = isinstance(dims, list) and all(type(d) is int for d in dims)
+    return tuple(dims) if known else (-1,)
 
 
 def _parse(data: bytes) -> tuple[Any, Fault | None]:
@@ -107,63 +187,51 @@ def _salvage(text: str) -> Any:
         return root
 
 
-def _columns(entries: list[Any], header: dict[str, Any]) -> Columns:
-    # the same rule as for pickles: an entry is a dict with a name and a few known keys
-    good = [
-        e
-        for e in entries
-        if isinstance(e, dict)
-        and isinstance(e.get("profiling_name"), str)
-        and len(_KEYS & e.keys()) >= LEAST_KEYS
-    ]
+def _columns(entries: list[_Entry]) -> Columns:
     numbers = {word: i for i, word in enumerate(KEYWORDS)}
-    rec = np.full((len(good), WIDTH), NULL, dtype=np.int64)
+    rec = np.full((len(entries), WIDTH), NULL, dtype=np.int64)
 
-    def text(value: Any) -> int:
-        return numbers.setdefault(value, len(numbers)) if isinstance(value, str) else NULL
-
-    def fill(name: str, values: Iterable[int]) -> None:
-        rec[:, COLUMNS[name]] = list(values)
+    def texts(name: str, values: list[str | None]) -> None:
+        for text in dict.fromkeys(values):
+            if text is not None:
+                numbers.setdefault(text, len(numbers))
+        rec[:, COLUMNS[name]] = [NULL if v is None else numbers[v] for v in values]
 
     for name in _INTS:
-        fill(name, (_int(e.get(name)) for e in good))
+        rec[:, COLUMNS[name]] = _longs([getattr(e, name) for e in entries])
     for name in _TEXTS:
-        fill(name, (text(e.get(name)) for e in good))
-    groups = [g if isinstance(g := e.get("process_group"), list) else [] for e in good]
-    fill("process_group", (text(g[0]) if g else NULL for g in groups))
-    fill("pg_desc", (text(g[1]) if len(g) > 1 else NULL for g in groups))
+        texts(name, [getattr(e, name) for e in entries])
+    groups = [e.process_group for e in entries]
+    texts("process_group", [None if g is None else g[0] for g in groups])
+    texts("pg_desc", [None if g is None else g[1] for g in groups])
+    known: dict[_Sizes, list[int]] = {}
     pool: list[int] = []
     for side in ("input", "output"):
-        lists = [[_numel(t) for t in _list(e.get(f"{side}_sizes"))] for e in good]
-        known = [isinstance(e.get(f"{side}_sizes"), list) for e in good]
-        fill(
-            f"{side}_sizes",
-            (min(sum(x), SATURATED) if k else NULL for x, k in zip(lists, known, strict=True)),
-        )
-        fill(f"{side}_tensors", (len(x) if k else NULL for x, k in zip(lists, known, strict=True)))
-        starts = []
-        for x in lists:
-            starts.append(len(pool) if len(x) > 1 else NULL)
-            if len(x) > 1:
-                pool.extend(x)
-        fill(f"{side}_numels", starts)
-        dtypes = [_list(e.get(f"{side}_dtypes")) for e in good]
-        fill(f"{side}_dtypes", (text(d[0]) if d else NULL for d in dtypes))
-        fill(f"{side}_mixed", (1 if any(a != b for a, b in pairwise(d)) else NULL for d in dtypes))
+        sizes = [getattr(e, f"{side}_sizes") for e in entries]
+        rec[:, COLUMNS[f"{side}_sizes"]] = [
+            NULL if s is None else min(sum(_numels(s, known)), SATURATED) for s in sizes
+        ]
+        rec[:, COLUMNS[f"{side}_tensors"]] = [NULL if s is None else len(s) for s in sizes]
+        starts = [NULL] * len(entries)
+        for i, s in enumerate(sizes):
+            if s is not None and len(s) > 1:
+                starts[i] = len(pool)
+                pool.extend(_numels(s, known))
+        rec[:, COLUMNS[f"{side}_numels"]] = starts
+        dtypes = [getattr(e, f"{side}_dtypes") for e in entries]
+        texts(f"{side}_dtypes", [d[0] if d else None for d in dtypes])
+        rec[:, COLUMNS[f"{side}_mixed"]] = [1 if d and len(set(d)) > 1 else NULL for d in dtypes]
+
     frames: dict[tuple[int, int, int], int] = {}
     stacks: dict[tuple[int, ...], int] = {}
-    numbers_of_stacks = []
-    for e in good:
-        if not isinstance(e.get("frames"), list):
-            numbers_of_stacks.append(NULL)
-            continue
-        stack = tuple(
-            frames.setdefault((text(f["name"]), text(f["filename"]), _int(f["line"])), len(frames))
-            for f in e["frames"]
-            if isinstance(f, dict) and {"name", "filename", "line"} <= f.keys()
-        )
-        numbers_of_stacks.append(stacks.setdefault(stack, len(stacks)))
-    fill("frames", numbers_of_stacks)
+    for i, e in enumerate(entries):
+        if isinstance(e.frames, list):
+            stack = tuple(
+                frames.setdefault(frame, len(frames))
+                for frame in (_frame(f, numbers) for f in e.frames)
+                if frame is not None
+            )
+            rec[i, COLUMNS["frames"]] = stacks.setdefault(stack, len(stacks))
     table = Stacks(
         keys=[],
         ends=np.cumsum([0, *map(len, stacks)], dtype=np.int64),
@@ -171,32 +239,41 @@ def _columns(entries: list[Any], header: dict[str, Any]) -> Columns:
         frames=np.array(list(frames), dtype=np.int64).reshape(-1, 3),
     )
     raw = [s.encode("utf-8", "replace") for s in numbers]
-    columns = pack(
-        rec, np.arange(len(rec), dtype=np.int64), raw, table, np.array(pool, dtype=np.int64)
-    )
+    order = np.arange(len(rec), dtype=np.int64)
+    columns = pack(rec, order, raw, table, np.array(pool, dtype=np.int64))
     table.keys = [tuple(columns.stack(k)) for k in range(len(stacks))]
-    columns.header = header
-    columns.lost = len(entries) - len(good)
     return columns
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _longs(values: list[int | None]) -> npt.NDArray[np.int64]:
+    try:
+        return np.array([NULL if v is None else v for v in values], dtype=np.int64)
+    except OverflowError:  # NULL itself is the one value of 64 bits that is not read as written
+        fits = [v if v is not None and NULL < v < -NULL else NULL for v in values]
+        return np.array(fits, dtype=np.int64)
 
 
-def _int(value: Any) -> int:
-    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
-        return int(value)
-    # NULL itself is the one value of 64 bits that cannot be told from an absent one
-    return int(value) if isinstance(value, int) and NULL < value < -NULL else NULL
+def _numels(sizes: _Sizes, known: dict[_Sizes, list[int]]) -> list[int]:
+    """Elements of each tensor, saturated; negative sizes count as unknown (saturated)."""
+    found = known.get(sizes)
+    if found is None:
+        found = known[sizes] = []
+        for dims in sizes:
+            total = 0 if 0 in dims else 1
+            for d in dims:
+                total = SATURATED if d < 0 else min(total * d, SATURATED)
+                if total == SATURATED:
+                    break
+            found.append(total)
+    return found
 
 
-def _numel(dims: Any) -> int:
-    if not isinstance(dims, list) or any(type(d) is not int or d < 0 for d in dims):
-        return SATURATED
-    total = 0 if 0 in dims else 1
-    for d in dims:
-        total *= d
-        if total >= SATURATED:
-            return SATURATED
-    return total
+def _frame(found: Any, numbers: dict[str, int]) -> tuple[int, int, int] | None:
+    """A frame as (string number, string number, line), None if it is none."""
+    if not isinstance(found, dict):
+        return None
+    name, filename, line = found.get("name"), found.get("filename"), _int(found.get("line"))
+    if not isinstance(name, str) or not isinstance(filename, str):
+        return None
+    number = numbers.setdefault(name, len(numbers)), numbers.setdefault(filename, len(numbers))
+    return (*number, line if line is not None and 0 <= line < 1 << 62 else NULL)

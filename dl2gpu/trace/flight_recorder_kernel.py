@@ -36,7 +36,7 @@ FACTS: Final = 7
 _SEQ, _COUNTER, _P2P_COUNTER, _CREATED, _STARTED, _COMPLETED, _IN, _OUT = range(8)
 (_GROUP, _LANE, _NAME, _IN_DTYPE, _OUT_DTYPE, _IN_TENSORS, _OUT_TENSORS, _NUMELS,
  _STACK) = range(9)  # fmt: skip
-_RETIRED, _P2P_BIT = 4, 8
+_RETIRED, _P2P_BIT, _MIXED = 4, 8, 16
 # rows of the output
 (O_JOB, O_RANK, O_LANE, O_OP, O_COMM, O_PEER, O_DTYPE, O_STACK, O_STREAM, O_ROOT) = range(10)
 (W_SEQ, W_ORDINAL, W_COUNT, W_COUNT_OUT, W_BYTES, W_GROUP, W_CREATED, W_STARTED,
@@ -299,7 +299,7 @@ def _map(wide, narrow, bits_of, facts, name_op, text_dtype,  # type: ignore[no-u
         longs[W_ORDINAL, out] = NULL if lone_p2p else found[i, _ORDINAL]
         longs[W_COUNT, out] = given
         longs[W_COUNT_OUT, out] = got
-        known = width > 0 and 0 <= given <= SATURATED // 16
+        known = width > 0 and 0 <= given <= SATURATED // 16 and not bits_of[i] & _MIXED
         longs[W_BYTES, out] = given * width if known else NULL
         longs[W_GROUP, out] = found[i, _BATCH]
         longs[W_CREATED, out] = _time(wide[_CREATED, i])

@@ -20,7 +20,7 @@ from fr_writer import TorchPickler, document, dumps, entry, frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dl2gpu.trace.entry_columns import P2P, RETIRED, STATES, Columns
+from dl2gpu.trace.entry_columns import MIXED, P2P, RETIRED, STATES, Columns
 from dl2gpu.trace.pickle_columns import decode
 from dl2gpu.trace.pickle_kernel import NULL
 
@@ -61,6 +61,7 @@ def same(found: Columns, content: Any) -> None:
         assert STATES[bits & 3] == e["state"]
         assert bool(bits & RETIRED) == bool(e.get("retired"))
         assert bool(bits & P2P) == bool(e.get("is_p2p"))
+        assert bool(bits & MIXED) == (len(set(e.get("input_dtypes", ()))) > 1)
         assert text("name") == e["profiling_name"]
         name, desc, pg_id = found.groups[found.column("group")[i]]
         assert (name, desc) == tuple(e.get("process_group", (str(e["pg_id"]), "")))
