@@ -17,7 +17,10 @@ from numba import njit, types
 
 from dl2gpu.trace.pickle_kernel import COLUMNS, KEYWORDS, NULL
 
-__all__ = ["MIXED", "NARROW", "P2P", "RETIRED", "SECRET", "WIDE", "Columns", "Fault", "Stacks", "pack"]
+__all__ = [
+    "MIXED", "NARROW", "P2P", "RETIRED", "SECRET", "STATES", "WIDE", "Columns", "Fault", "Stacks",
+    "pack",
+]  # fmt: skip
 
 WIDE: Final = (
     "record_id",  # or the position, where record_id is missing or does not increase

@@ -287,9 +287,9 @@ def test_counts_bytes_and_types() -> None:
         entry(7, "nccl:all_reduce", cseq=7, sizes=[[3, -1]]),
     )
     assert [(e["count"], e["count_out"], e["dtype"], e["bytes"]) for e in events] == [
-        (6, 12, "bf16", 12), (8, None, "f32", None), (5, None, "bool", 5), (None, None, "f32", None),
-        (0, None, "f32", 0), (4, None, "Mystery", None), (None, None, None, None),
-        (None, None, "f32", None),
+        (6, 12, "bf16", 12), (8, None, "f32", None), (5, None, "bool", 5),
+        (None, None, "f32", None), (0, None, "f32", 0), (4, None, "Mystery", None),
+        (None, None, None, None), (None, None, "f32", None),
     ]  # fmt: skip
 
 
