@@ -14,6 +14,7 @@ import re
 import stat
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -52,13 +53,15 @@ def discover(paths: Sequence[str], job_pattern: str | None = None) -> Discovery:
     pattern = _compile(job_pattern)
     found: list[tuple[_Found, Kind]] = []
     inputs: list[Input] = []
-    for file in _unique(_roots(paths)):
-        reason = file.reason or junk_reason(file.name)
-        kind = Kind(None, "ignored", reason) if reason else _sniff(file)
+    listed = list(_unique(_roots(paths)))
+    for file, kind in zip(listed, _kinds(listed), strict=True):
         if kind.format is not None and kind.status == "read":
             found.append((file, kind))
         else:
-            inputs.append(Input(file.path, kind.status, kind.reason, kind.format))
+            job = None
+            if kind.status == "quarantined":
+                job = _folder_name(file, file.below.rpartition("/")[0])
+            inputs.append(Input(file.path, kind.status, kind.reason, kind.format, job))
     unread = {i.path for i in inputs if i.format == "parquet"}
     found, siblings = _parquet_siblings(found, unread)
     files = _jobs(found)
@@ -69,7 +72,18 @@ def discover(paths: Sequence[str], job_pattern: str | None = None) -> Discovery:
     )
 
 
-def _sniff(file: _Found) -> Kind:
+def _kinds(files: list[_Found]) -> Iterator[Kind]:
+    if all(local_path(f.url) is not None for f in files):
+        yield from map(_kind, files)
+        return
+    with ThreadPoolExecutor(32) as pool:  # the wait is for a store's answers, not for bytes
+        yield from pool.map(_kind, files)
+
+
+def _kind(file: _Found) -> Kind:
+    reason = file.reason or junk_reason(file.name)
+    if reason:
+        return Kind(None, "ignored", reason)
     try:
         return sniff(file.url, file.name, file.size)
     except InputError as e:
@@ -234,11 +248,22 @@ def _list_remote(root: _Root) -> _Listed:
         listed: dict[str, dict[str, object]] = fs.find(top, detail=True)
         for name in sorted(listed):
             below = name[len(top) :].lstrip("/") if name.startswith(top) else name
-            if not below or (root.only is not None and below not in root.only):
+            if not below or below.endswith("/") or listed[name].get("type") == "directory":
+                continue  # a store's way to keep an empty folder
+            if root.only is not None and below not in root.only:
                 continue
             size = listed[name].get("size")
             skipped = next((_SKIP_FOLDERS[p] for p in below.split("/") if p in _SKIP_FOLDERS), None)
-            yield below, fs.unstrip_protocol(name), size if isinstance(size, int) else None, skipped
+            url = _below_url(root.path, below)
+            yield below, url, size if isinstance(size, int) else None, skipped
+
+
+def _below_url(url: str, below: str) -> str:
+    """``url`` of a folder, extended; in ``zip://folder::store://x.zip`` the path stands first."""
+    first, chain, rest = url.partition("::")
+    if chain and "://" in first:
+        return f"{first.rstrip('/')}/{below}{chain}{rest}"
+    return f"{url}/{below}"
 
 
 def _unique(files: Iterator[_Found]) -> Iterator[_Found]:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from dl2gpu.trace.files import cut_reason, read_bytes
+from dl2gpu.trace.files import cut_reason, load_ahead, read_bytes
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.native_columns import Interned, Lines, RefusedError, encode
 from dl2gpu.trace.native_lines import (
@@ -76,8 +76,10 @@ def read(
     """
     reader = _Reader(load)
     states = [_File(f) for f in files]
-    for state in sorted(states, key=lambda s: (s.source.path, s.source.url)):
-        reader.add(state)
+    states_in_order = sorted(states, key=lambda s: (s.source.path, s.source.url))
+    loaded = load_ahead([s.source for s in states_in_order], load)
+    for state, data in zip(states_in_order, loaded, strict=True):
+        reader.add(state, data)
     trace, counts = reader.finish()
     return trace, [_input(s, reader, counts.get(s.index, 0)) for s in states]
 
@@ -117,7 +119,7 @@ def _input(file: _File, reader: _Reader, events: int) -> Input:
         status=status,  # type: ignore[arg-type]
         reason=reason,
         format="native",
-        job=reader.jobs[file.job][1] if file.job >= 0 else file.source.job,
+        job=reader.jobs[file.job][1] if file.job >= 0 else file.source.job or file.source.folder,
         rank=file.rank if file.rank >= 0 else None,
         events=0 if file.dropped else events,
     )
@@ -140,10 +142,11 @@ class _Reader:
 
     # ---- files
 
-    def add(self, file: _File) -> None:
-        """Reads one file; its lines wait in the chunk."""
+    def add(self, file: _File, data: bytes | InputError) -> None:
+        """Takes one file; its lines wait in the chunk."""
         try:
-            data = self.load(file.source)
+            if isinstance(data, InputError):
+                raise data
             cut = cut_reason(data)
             if cut:
                 file.truncated = True
@@ -517,11 +520,15 @@ def _choose(
     """Drops all but one of several files of one rank, or all where the choice would be a guess."""
     content: dict[bytes, _File] = {}
     for file in files:
-        first = content.setdefault(bytes(load(file.source)), file)
+        try:
+            first = content.setdefault(bytes(load(file.source)), file)
+        except InputError as e:  # gone since it was read
+            file.quarantine(str(e))
+            continue
         if first is not file:
             file.dropped = ("ignored", f"a copy of {first.source.path}, byte for byte")
     files = [f for f in files if not f.dropped]
-    if len(files) == 1:
+    if len(files) <= 1:
         return
     data = {f.index: d for d, f in content.items()}
     times = {f.index: _last_sign(f, newest) for f in files}

@@ -311,6 +311,7 @@ def encode(
     schema = present_keys(text, trusted=trusted)
     if "seq" not in schema or "op" not in schema:
         raise RefusedError
+    schema.pop("kind", None)
     frame = parse(text, schema)
     _check_ranges(frame)
     columns: dict[str, pl.Series] = {
@@ -345,7 +346,6 @@ def encode(
         elif key == "flags":
             series = series.cast(pl.UInt32)
         columns[key] = series
-    columns.pop("kind", None)
     table = _with_defaults(pl.DataFrame(columns))
     if "requests" in schema:
         # A wait for no request at all is over at once; in the table, no request means all.

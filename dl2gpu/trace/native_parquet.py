@@ -165,7 +165,9 @@ def read(
         try:
             trace = _read_one(file, load)
         except (InputError, SchemaError) as e:
-            inputs.append(Input(file.path, "quarantined", str(e), "parquet", file.job))
+            inputs.append(
+                Input(file.path, "quarantined", str(e), "parquet", file.job or file.folder)
+            )
             continue
         trace = replace(trace, jobs=_kept_apart(trace.jobs, file, taken))
         traces.append(trace)

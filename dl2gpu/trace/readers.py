@@ -72,7 +72,7 @@ def _read(format_: str, files: list[TraceFile]) -> tuple[Trace, list[Input]]:
                     status="quarantined",
                     reason=str(e),
                     format=format_,
-                    job=file.job,
+                    job=file.job or file.folder,
                     rank=file.rank,
                 )
             ]

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,18 @@ def test_bucket(tmp_path: Path) -> None:
         assert [f.path for f in discover(["memory://t-bucket/k/r.jsonl"]).files] == ["r.jsonl"]
     finally:
         fs.rm("/t-bucket", recursive=True)
+
+
+def test_archive_through_a_chained_url(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as z:
+        z.writestr("j/rank_0.jsonl", NATIVE)
+        z.writestr("j/k/_dump_1", DUMP)
+    found = discover([f"zip://j::{tmp_path}/x.zip"])
+    assert [(f.path, f.format) for f in found.files] == [
+        ("k/_dump_1", "flight_recorder"),
+        ("rank_0.jsonl", "native"),
+    ]
+    assert [read_bytes(f) for f in found.files] == [DUMP, NATIVE]
 
 
 def test_name_that_is_not_utf8(tmp_path: Path) -> None:
