@@ -199,15 +199,15 @@ def _mixed(a: Any, b: Any, c: Any, d: Any) -> Any:
 
 @_JIT
 def channels(
-    rows: Any, op: Any, job: Any, comm: Any, rank: Any, peer: Any, tag: Any, recv_peer: Any,
-    recv_tag: Any, matched_peer: Any, matched_tag: Any, tags_matter: Any,
+    op: Any, job: Any, comm: Any, rank: Any, peer: Any, tag: Any, recv_peer: Any, recv_tag: Any,
+    matched_peer: Any, matched_tag: Any, tags_matter: Any,
 ) -> Any:  # fmt: skip
-    """Channel of each part of the point-to-point rows: int32[2, len(rows)], -1 none, -2 unknown.
+    """Channel of each part of the point-to-point rows: int32[2, n], -1 none, -2 unknown peer.
 
-    Also (comm, src, dst, tag, job) of the channels in order of first sight. Rows without a
+    All arrays are those of the point-to-point rows only. Also (comm, src, dst, tag, job) of the channels in order of first sight. Rows without a
     communicator use -1 - job, so that jobs stay apart.
     """
-    n = len(rows)
+    n = len(op)
     table_size = 16
     while table_size < 4 * n + 16:
         table_size *= 2
@@ -221,32 +221,31 @@ def channels(
     c_job = np.empty(2 * n, np.int32)
     total = 0
     for x in range(n):
-        e = rows[x]
-        o = op[e]
-        matters = tags_matter[job[e]]
+        o = op[x]
+        matters = tags_matter[job[x]]
         for half in range(2):
             if half == 1 and o != _SENDRECV:
                 break
-            other = peer[e]
-            t = tag[e]
+            other = peer[x]
+            t = tag[x]
             if half == 1:
-                if recv_peer[e] >= 0:
-                    other = recv_peer[e]
-                if recv_tag[e] >= 0:
-                    t = recv_tag[e]
+                if recv_peer[x] >= 0:
+                    other = recv_peer[x]
+                if recv_tag[x] >= 0:
+                    t = recv_tag[x]
             elif o == _RECV or o == _PROBE:
-                if matched_peer[e] >= 0:
-                    other = matched_peer[e]
-                if matched_tag[e] >= 0:
-                    t = matched_tag[e]
+                if matched_peer[x] >= 0:
+                    other = matched_peer[x]
+                if matched_tag[x] >= 0:
+                    t = matched_tag[x]
             if other < 0:
                 out[half, x] = -2
                 continue
             sends = half == 0 and (o == _SEND or o == _SENDRECV)
-            src = rank[e] if sends else other
-            dst = other if sends else rank[e]
+            src = rank[x] if sends else other
+            dst = other if sends else rank[x]
             t = t if matters and t >= 0 else 0
-            c = np.int64(comm[e]) if comm[e] >= 0 else np.int64(-1 - job[e])
+            c = np.int64(comm[x]) if comm[x] >= 0 else np.int64(-1 - job[x])
             slot = _mixed(c, src, dst, t) & mask
             while True:
                 found = table[slot]
@@ -256,7 +255,7 @@ def channels(
                     c_src[total] = src
                     c_dst[total] = dst
                     c_tag[total] = t
-                    c_job[total] = job[e]
+                    c_job[total] = job[x]
                     out[half, x] = total
                     total += 1
                     break
@@ -277,8 +276,8 @@ def channels(
 
 @_JIT
 def pair(
-    rows: Any, channel: Any, op: Any, r: Any, lossy: Any, done: Any, nbytes: Any, count: Any,
-    out_bytes: Any, out_count: Any, dtype: Any, tag: Any, n_channels: Any,
+    channel: Any, op: Any, r: Any, lossy: Any, done: Any, nbytes: Any, count: Any, out_bytes: Any,
+    out_count: Any, dtype: Any, tag: Any, n_channels: Any,
 ) -> Any:  # fmt: skip
     """The k-th send of a channel with its k-th receive; one slot a message, channels in order.
 
@@ -287,27 +286,26 @@ def pair(
     halves of sendrecv.
 
     Returns:
-        place int64[2, rows] k of each part, -1 set aside; base int64[channels]; then per slot:
+        place int64[2, n] k of each part, -1 set aside; base int64[channels]; then per slot:
         present, finished, has_send, has_recv, sent, taken, n_sent, n_taken, dtypes, tags (differ),
         cut, probed.
     """
-    n = len(rows)
+    n = len(op)
     cut = np.zeros(n_channels, np.bool_)
     for x in range(n):
         for half in range(2):
             c = channel[half, x]
-            if c >= 0 and lossy[r[rows[x]]]:
+            if c >= 0 and lossy[r[x]]:
                 cut[c] = True
     n_send = np.zeros(n_channels, np.int64)
     n_recv = np.zeros(n_channels, np.int64)
     n_most = np.zeros(n_channels, np.int64)
     place = np.full((2, n), -1, np.int64)
     for x in range(n):
-        e = rows[x]
-        o = op[e]
+        o = op[x]
         for half in range(2):
             c = channel[half, x]
-            if c < 0 or (cut[c] and done[e]):
+            if c < 0 or (cut[c] and done[x]):
                 continue
             if half == 0 and (o == _SEND or o == _SENDRECV):
                 n_send[c] += 1
@@ -336,8 +334,7 @@ def pair(
     dtypes = np.zeros(slots, np.bool_)
     tags = np.zeros(slots, np.bool_)
     for x in range(n):
-        e = rows[x]
-        o = op[e]
+        o = op[x]
         if o == _PROBE:
             continue
         for half in range(2):
@@ -345,25 +342,25 @@ def pair(
                 continue
             v = base[channel[half, x]] + place[half, x] - 1
             present[v] += 1
-            if done[e]:
+            if done[x]:
                 finished[v] += 1
             if half == 0 and o != _RECV:
                 has_send[v] = True
-                sent[v] = nbytes[e]
-                n_sent[v] = count[e]
+                sent[v] = nbytes[x]
+                n_sent[v] = count[x]
             else:
                 has_recv[v] = True
-                taken[v] = out_bytes[e] if half == 1 else nbytes[e]
-                n_taken[v] = out_count[e] if half == 1 else count[e]
-            if dtype[e] >= 0:
+                taken[v] = out_bytes[x] if half == 1 else nbytes[x]
+                n_taken[v] = out_count[x] if half == 1 else count[x]
+            if dtype[x] >= 0:
                 if f_dtype[v] < 0:
-                    f_dtype[v] = dtype[e]
-                elif f_dtype[v] != dtype[e]:
+                    f_dtype[v] = dtype[x]
+                elif f_dtype[v] != dtype[x]:
                     dtypes[v] = True
-            if tag[e] >= 0 and half == 0:
+            if tag[x] >= 0 and half == 0:
                 if f_tag[v] < 0:
-                    f_tag[v] = tag[e]
-                elif f_tag[v] != tag[e]:
+                    f_tag[v] = tag[x]
+                elif f_tag[v] != tag[x]:
                     tags[v] = True
     return (
         place, base, present, finished, has_send, has_recv, sent, taken, n_sent, n_taken,

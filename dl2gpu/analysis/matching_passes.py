@@ -46,10 +46,13 @@ class Columns:
                 self._got[name] = filled.to_numpy()
         return self._got[name]
 
-    def full(self, name: str, null: int = -1) -> Array:
-        """The column, filled where it is empty."""
-        got = self[name]
-        return got if len(got) else np.full(self._events.height, null, np.int64)
+    def at(self, name: str, rows: Array, null: int = -1) -> Array:
+        """The column at some rows, filled where it is null."""
+        series = self._events[name]
+        if series.null_count() == len(series):
+            return np.full(len(rows), null, np.int64)
+        picked = series.gather(rows)
+        return (picked.fill_null(null) if picked.null_count() else picked).to_numpy()
 
 
 class Placed:
@@ -125,7 +128,9 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
     size = about["size"].to_numpy()
     nccl = (about["semantics"] == NCCL_LIKE).fill_null(True).to_numpy()
     any_sizes = (about["source"] == "flight_recorder").fill_null(False).to_numpy()
-    op, comm, r = c["op"], c.full("comm"), c["r"]
+    op, comm, r = c["op"], c["comm"], c["r"]
+    if not len(comm):
+        comm = np.full(len(op), -1, np.int32)
     ordinal, count, count_out = c["ordinal"], c["count"], c["count_out"]
 
     missing = np.zeros(n_comms, np.bool_)
@@ -215,37 +220,32 @@ def _dense_numbers(op: Array, comm: Array, out: Placed, n_comms: int) -> tuple[A
 
 def pass_messages(p: Prepared, c: Columns, out: Placed, first: int) -> pl.DataFrame | None:
     """Places all point-to-point operations; the node table, or None where wildcards need a plan."""
-    op = c["op"]
-    rows = np.flatnonzero(op <= OP["probe"])
+    rows = np.flatnonzero(c["op"] <= OP["probe"])
     if not len(rows):
         return no_nodes()
-    job = c["job"]
-    tags_matter = (p.jobs["semantics"] != NCCL_LIKE).to_numpy()
-    peer, tag = c.full("peer", -2), c.full("tag")
-    nulls = p.events["peer"].is_null().to_numpy()
-    wild = _wildcards(p)
-    if wild:
+    if _wildcards(p):
         return None
-    peer = np.where(nulls, -2, peer)
-    recv_peer, recv_tag = c.full("recv_peer"), c.full("recv_tag")
-    matched_peer, matched_tag = c.full("matched_peer"), c.full("matched_tag")
+    op, job, r = (c[name][rows] for name in ("op", "job", "r"))
+    tags_matter = (p.jobs["semantics"] != NCCL_LIKE).to_numpy()
+    tag = c.at("tag", rows)
     channel, c_comm, c_src, c_dst, _, c_job = kernel.channels(
-        rows, op, job, c.full("comm"), c["rank"], peer, tag, recv_peer, recv_tag,
-        matched_peer, matched_tag, tags_matter,
+        op, job, c.at("comm", rows), c["rank"][rows], c.at("peer", rows, -2), tag,
+        c.at("recv_peer", rows), c.at("recv_tag", rows), c.at("matched_peer", rows),
+        c.at("matched_tag", rows), tags_matter,
     )  # fmt: skip
     lossy = (
         p.ranks.select((pl.col("lost_before").fill_null(1) > 0) | pl.col("only_active").fill_null(False))
         .to_series().to_numpy()
     )  # fmt: skip
-    nbytes, count, dtype = c.full("bytes"), c.full("count"), c.full("dtype")
+    nbytes, count, dtype = (c.at(name, rows) for name in ("bytes", "count", "dtype"))
     out_bytes, out_count = nbytes, count
-    exchange = rows[op[rows] == OP["sendrecv"]]
-    if len(exchange) and len(c["count_out"]):
-        out_bytes, out_count = _receiving(exchange, nbytes, count, c["count_out"], dtype)
+    exchange = np.flatnonzero(op == OP["sendrecv"])
+    if len(exchange):
+        out_bytes, out_count = _receiving(exchange, nbytes, count, c.at("count_out", rows), dtype)
     (place, base, present, finished, has_send, has_recv, sent, taken, n_sent, n_taken, dtypes,
      tags, cut) = kernel.pair(
-        rows, channel, op, c["r"], lossy, c["done"], nbytes, count, out_bytes, out_count,
-        dtype, tag, len(c_comm),
+        channel, op, r, lossy, c["done"][rows], nbytes, count, out_bytes, out_count, dtype, tag,
+        len(c_comm),
     )  # fmt: skip
 
     slots = int(base[-1])
@@ -256,7 +256,7 @@ def pass_messages(p: Prepared, c: Columns, out: Placed, first: int) -> pl.DataFr
     out.k[rows] = np.where(place[0] > 0, place[0], -1)
     kinds = np.full(max(OP.values()) + 1, ROLE["send"], np.int8)
     kinds[OP["recv"]], kinds[OP["probe"]] = ROLE["recv"], ROLE["probe"]
-    out.role[rows] = kinds[op[rows]]
+    out.role[rows] = kinds[op]
     # nothing is known of the partner, or the message lies before what can be aligned
     out.alone[rows] = (place[0] < 0) & (place[1] < 0)
 

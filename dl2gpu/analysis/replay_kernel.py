@@ -113,6 +113,23 @@ def index_program(r: Any, lane: Any, stream: Any, group: Any, order: Any, n_lane
 
 
 @_JIT
+def in_order(job: Any, rank: Any, seq: Any, lane: Any) -> Any:
+    """Are the rows strictly increasing by (job, rank, seq, lane)?"""
+    for x in range(1, len(job)):
+        if job[x] != job[x - 1]:
+            later = job[x] > job[x - 1]
+        elif rank[x] != rank[x - 1]:
+            later = rank[x] > rank[x - 1]
+        elif seq[x] != seq[x - 1]:
+            later = seq[x] > seq[x - 1]
+        else:
+            later = lane[x] > lane[x - 1]
+        if not later:
+            return False
+    return True
+
+
+@_JIT
 def count_along(r: Any, comm: Any, counts: Any, n_comms: Any) -> Any:
     """int64[n]: how many counted events of the same rank and communicator lie up to here, from 1.
 

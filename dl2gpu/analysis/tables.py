@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import polars as pl
 
+from dl2gpu.analysis.replay_kernel import in_order
 from dl2gpu.trace.schema import DTYPE_BYTES, EXIT, OP, OP_OTHER, RANKS, STATE, Trace, conform
 
 __all__ = ["BACKEND_CLASS", "Prepared", "backend_class", "prepare"]
@@ -76,15 +77,7 @@ _KEEP: Final = (
 
 def _in_order(events: pl.DataFrame) -> bool:
     """Are the rows already sorted by (job, rank, seq, lane)? One pass; readers mostly deliver so."""
-    if events.height < 2:
-        return True
-    later = np.zeros(events.height - 1, dtype=bool)
-    equal = np.ones(events.height - 1, dtype=bool)
-    for name in ("job", "rank", "seq", "lane"):
-        values = events[name].to_numpy()
-        later |= equal & (values[1:] > values[:-1])
-        equal &= values[1:] == values[:-1]
-    return bool(later.all())
+    return bool(in_order(*(events[c].to_numpy() for c in ("job", "rank", "seq", "lane"))))
 
 
 def prepare(trace: Trace) -> Prepared:
@@ -95,9 +88,8 @@ def prepare(trace: Trace) -> Prepared:
     events = events.with_row_index("i")
 
     events = _sizes(events)
-    ranks = _ranks(trace, events)
+    ranks, events = _number_ranks(trace, events)
     comms, events = _finalize_comms(trace, events)
-    events = _with_rank_rows(events, ranks)
 
     jobs = conform(trace.jobs, "jobs").join(_job_facts(events), on="job", how="left").sort("job")
     semantics = pl.Series(
@@ -148,11 +140,21 @@ def _sizes(events: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _ranks(trace: Trace, events: pl.DataFrame) -> pl.DataFrame:
-    """The ranks table, completed by ranks that have events but no row, numbered by (job, rank)."""
+def _number_ranks(trace: Trace, events: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The ranks table numbered by (job, rank), and the events with the number ``r`` of their rank.
+
+    Ranks that have events but no row get one. The rows of the events are sorted by (job, rank), so
+    their runs are numbered, and only the heads of the runs are looked up.
+    """
+    job, rank = events["job"].to_numpy(), events["rank"].to_numpy()
+    change = np.empty(len(job), dtype=bool)
+    change[:1] = False
+    change[1:] = (job[1:] != job[:-1]) | (rank[1:] != rank[:-1])
+    first = np.flatnonzero(change) if len(job) else np.zeros(0, np.int64)
+    first = np.concatenate([[0], first]) if len(job) else first
+    heads = pl.DataFrame({"job": job[first], "rank": rank[first]})
     known = conform(trace.ranks, "ranks").unique(["job", "rank"], keep="first", maintain_order=True)
-    with_events = events.select("job", "rank").unique()
-    extra = with_events.join(known.select("job", "rank"), on=["job", "rank"], how="anti")
+    extra = heads.join(known.select("job", "rank"), on=["job", "rank"], how="anti")
     if extra.height:
         blank = extra.with_columns(
             exit=pl.lit(EXIT["unknown"], pl.UInt8),
@@ -161,23 +163,12 @@ def _ranks(trace: Trace, events: pl.DataFrame) -> pl.DataFrame:
             only_active=pl.lit(False),
         )
         known = pl.concat([known, conform(blank, "ranks")])
-    return known.select(RANKS.keys()).sort("job", "rank").with_row_index("r")
-
-
-def _with_rank_rows(events: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
-    if events.is_empty():
-        return events.with_columns(r=pl.lit(0, pl.UInt32))
-    # rows are sorted by (job, rank): number the runs instead of joining ten million rows
-    job, rank = events["job"].to_numpy(), events["rank"].to_numpy()
-    change = np.empty(len(job), dtype=bool)
-    change[0] = False
-    change[1:] = (job[1:] != job[:-1]) | (rank[1:] != rank[:-1])
-    run = np.cumsum(change)
-    first = np.flatnonzero(np.concatenate(([True], change[1:])))
-    heads = pl.DataFrame({"job": job[first], "rank": rank[first]}).join(
+    ranks = known.select(RANKS.keys()).sort("job", "rank").with_row_index("r")
+    rows = heads.join(
         ranks.select("job", "rank", "r"), on=["job", "rank"], how="left", maintain_order="left"
-    )
-    return events.with_columns(pl.Series("r", heads["r"].to_numpy()[run], dtype=pl.UInt32))
+    )["r"].to_numpy()
+    width = np.diff(np.append(first, len(job)))
+    return ranks, events.with_columns(pl.Series("r", np.repeat(rows, width), dtype=pl.UInt32))
 
 
 def _finalize_comms(trace: Trace, events: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
