@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -29,9 +28,7 @@ from dl2gpu.trace.native_lines import (
     MAX_COMMS,
     MAX_LINE,
     Comm,
-    End,
     Header,
-    Status,
     clean,
     decode_comm,
     decode_end,
@@ -40,14 +37,10 @@ from dl2gpu.trace.native_lines import (
     kind_of,
     repeated_key,
 )
+from dl2gpu.trace.native_tables import Communicators, File, jobs_table, ranks_table
 from dl2gpu.trace.native_write import write_jsonl
 from dl2gpu.trace.schema import (
-    COMMS,
-    EXIT,
-    JOBS,
-    RANKS,
     STACKS,
-    STATUS,
     StringTable,
     Trace,
     conform,
@@ -75,39 +68,16 @@ def read(
         A file that breaks the format is quarantined with line and column; it does not raise.
     """
     reader = _Reader(load)
-    states = [_File(f) for f in files]
+    states = [File(f) for f in files]
     states_in_order = sorted(states, key=lambda s: (s.source.path, s.source.url))
     loaded = load_ahead([s.source for s in states_in_order], load)
     for state, data in zip(states_in_order, loaded, strict=True):
         reader.add(state, data)
     trace, counts = reader.finish()
-    return trace, [_input(s, reader, counts.get(s.index, 0)) for s in states]
+    return trace, [_input(s, counts.get(s.index, 0)) for s in states]
 
 
-@dataclass(slots=True)
-class _File:
-    """One file on its way into the tables."""
-
-    source: TraceFile
-    index: int = -1  # among the files whose header could be read
-    job: int = -1
-    rank: int = -1
-    header: Header = field(default_factory=lambda: Header(kind="header"))
-    comms: list[Comm] = field(default_factory=list)
-    statuses: list[Status] = field(default_factory=list)
-    end: End | None = None
-    skipped: dict[str, int] = field(default_factory=dict)  # unknown kind -> lines
-    lost: list[str] = field(default_factory=list)  # what is missing: the file is partly read
-    notes: list[str] = field(default_factory=list)
-    truncated: bool = False
-    refused: bool = False  # by the columnar parser
-    dropped: tuple[str, str] | None = None  # (status, reason): the file is not used
-
-    def quarantine(self, reason: str) -> None:
-        self.dropped = ("quarantined", reason)
-
-
-def _input(file: _File, reader: _Reader, events: int) -> Input:
+def _input(file: File, events: int) -> Input:
     status, reason = file.dropped or ("partial" if file.lost else "read", None)
     if reason is None:
         skipped = [
@@ -119,7 +89,7 @@ def _input(file: _File, reader: _Reader, events: int) -> Input:
         status=status,  # type: ignore[arg-type]
         reason=reason,
         format="native",
-        job=reader.jobs[file.job][1] if file.job >= 0 else file.source.job or file.source.folder,
+        job=file.job_name or file.source.job or file.source.folder,
         rank=file.rank if file.rank >= 0 else None,
         events=0 if file.dropped else events,
     )
@@ -130,7 +100,7 @@ class _Reader:
 
     def __init__(self, load: Callable[[TraceFile], bytes]) -> None:
         self.load = load
-        self.files: list[_File] = []
+        self.files: list[File] = []
         self.jobs: list[tuple[str, str, int]] = []  # folder, name, attempt
         self.job_of: dict[tuple[str, str, int], int] = {}
         self.names = Interned(StringTable(), {}, {})
@@ -142,7 +112,7 @@ class _Reader:
 
     # ---- files
 
-    def add(self, file: _File, data: bytes | InputError) -> None:
+    def add(self, file: File, data: bytes | InputError) -> None:
         """Takes one file; its lines wait in the chunk."""
         try:
             if isinstance(data, InputError):
@@ -170,7 +140,7 @@ class _Reader:
         self.files.append(file)
         self._queue(file.index, data, stop + 1, end)
 
-    def _identify(self, file: _File) -> None:
+    def _identify(self, file: File) -> None:
         """Rank from the header; job and attempt too, unless ``--job-pattern`` or the folder say."""
         header, source = file.header, file.source
         rank = header.rank if header.rank is not None else source.rank
@@ -186,7 +156,8 @@ class _Reader:
         if name is None or name == "":
             name = source.folder or "job"
         attempt = source.attempt if source.attempt is not None else (header.attempt or 0)
-        key = (source.folder, str(name), attempt)
+        file.job_name = str(name)
+        key = (source.folder, file.job_name, attempt)
         file.job = self.job_of.setdefault(key, len(self.jobs))
         if file.job == len(self.jobs):
             self.jobs.append(key)
@@ -237,7 +208,7 @@ class _Reader:
         for i in np.flatnonzero(lines.is_op & (lines.stop - lines.start > MAX_LINE)).tolist():
             self.files[lines.file[i]].refused = True
 
-    def _other_line(self, file: _File, line: bytes) -> str:
+    def _other_line(self, file: File, line: bytes) -> str:
         kind = kind_of(line)
         if kind == "op":
             return kind
@@ -296,11 +267,11 @@ class _Reader:
             self._forget(dropped)
         return self._tables()
 
-    def _forget(self, files: list[_File]) -> None:
+    def _forget(self, files: list[File]) -> None:
         gone = [f.index for f in files]
         self.frames = [t.filter(~pl.col("__file").is_in(gone)) for t in self.frames]
 
-    def _second_reading(self, refused: list[_File]) -> None:
+    def _second_reading(self, refused: list[File]) -> None:
         self.trusted = True
         for file in refused:
             file.comms, file.statuses, file.end, file.skipped = [], [], None, {}
@@ -348,7 +319,7 @@ class _Reader:
 
     def _one_file_a_rank(self) -> None:
         """Of several files of one rank, the newest counts; equal copies are ignored."""
-        by_rank: dict[tuple[int, int], list[_File]] = defaultdict(list)
+        by_rank: dict[tuple[int, int], list[File]] = defaultdict(list)
         for file in self.files:
             if not file.dropped:
                 by_rank[file.job, file.rank].append(file)
@@ -371,20 +342,11 @@ class _Reader:
         for file in kept:
             file.job = int(new_job[file.job])
         kept.sort(key=lambda f: (f.job, f.rank))
-        old_jobs = self.jobs
-        self.jobs = [old_jobs[j] for j in used]
-        keys = {
+        codes = {
             (int(new_job[j]), comm): code
             for (j, comm), code in self.names.comms.items()
             if new_job[j] >= 0
         }
-        for file in self.files:
-            if file.dropped:  # only its job's name is still asked for
-                key = old_jobs[file.job]
-                if key not in self.jobs:
-                    self.jobs.append(key)
-                file.job = self.jobs.index(key)
-
         if self.frames:
             events = pl.concat(self.frames, how="diagonal")
         else:
@@ -396,13 +358,13 @@ class _Reader:
             rank=pl.Series(ranks[index], dtype=pl.Int32),
             job=pl.Series(new_job[events["job"].to_numpy()], dtype=pl.Int32),
         )
-        comms = _Communicators(kept, keys)
+        comms = Communicators(kept, codes)
         events = comms.rows_for(events)
         per_file = {int(i): int(n) for i, n in events.group_by("__file").len().iter_rows()}
         trace = Trace(
             events=conform(events, "events"),
-            jobs=_jobs_table(kept, self.jobs[: len(used)]),
-            ranks=_ranks_table(kept, events),
+            jobs=jobs_table(kept, [self.jobs[j] for j in used]),
+            ranks=ranks_table(kept, events),
             comms=comms.table(),
             stacks=pl.DataFrame(
                 {"stack": range(len(self.names.stacks)), "frames": [*map(list, self.names.stacks)]},
@@ -419,7 +381,7 @@ class _Reader:
 # One file
 
 
-def _as_utf8(data: bytes, file: _File | None) -> bytes:
+def _as_utf8(data: bytes, file: File | None) -> bytes:
     """``data`` in UTF-8 without a byte order mark. What cannot be decoded is noted in ``file``."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # what PowerShell's redirection writes
         return data.decode("utf-16", "replace").encode("utf-8", "replace")
@@ -513,12 +475,12 @@ def _last_times(frames: list[pl.DataFrame]) -> dict[int, int]:
 
 def _choose(
     rank: int,
-    files: list[_File],
+    files: list[File],
     newest: dict[int, int],
     load: Callable[[TraceFile], bytes],
 ) -> None:
     """Drops all but one of several files of one rank, or all where the choice would be a guess."""
-    content: dict[bytes, _File] = {}
+    content: dict[bytes, File] = {}
     for file in files:
         try:
             first = content.setdefault(bytes(load(file.source)), file)
@@ -551,212 +513,6 @@ def _choose(
             file.quarantine(f"rank {rank} a second time: {why} {best.source.path}, which was read")
 
 
-def _last_sign(file: _File, newest: dict[int, int]) -> int | None:
+def _last_sign(file: File, newest: dict[int, int]) -> int | None:
     found = [newest.get(file.index), file.end.t if file.end else None, file.header.t0_ns]
     return max((t for t in found if t is not None), default=None)
-
-
-# --------------------------------------------------------------------------------------------------
-# Side tables
-
-
-def _jobs_table(kept: list[_File], jobs: list[tuple[str, str, int]]) -> pl.DataFrame:
-    members: list[list[_File]] = [[] for _ in jobs]
-    for file in kept:
-        members[file.job].append(file)
-    rows = []
-    for job, (folder, name, attempt) in enumerate(jobs):
-        headers = [f.header for f in members[job]]
-        sizes = [h.world_size for h in headers if h.world_size is not None]
-        for file in members[job]:
-            mine = file.header.world_size
-            if mine is not None and mine != max(sizes):
-                # The larger one: ranks that may be missing are reported, not assumed away.
-                file.lost.append(
-                    f"world_size is {mine} here and {max(sizes)} in other files of the job, "
-                    "which was taken; two jobs in one folder?"
-                )
-        rows.append(
-            {
-                "job": job,
-                "name": name,
-                "folder": folder,
-                "attempt": attempt,
-                "world_size": max(sizes, default=None),
-                "backend": next((h.backend for h in headers if h.backend is not None), None),
-                "source": next((h.source for h in headers if h.source is not None), "native"),
-                "waits": all(h.waits is not False for h in headers),
-                "p2p": all(h.p2p is not False for h in headers),
-            }
-        )
-    return pl.DataFrame(rows, schema=JOBS)
-
-
-def _ranks_table(kept: list[_File], events: pl.DataFrame) -> pl.DataFrame:
-    times = [c for c in ("t_created", "t_started", "t_completed") if c in events.columns]
-    started = pl.col("t_started").is_not_null().any() if "t_started" in times else pl.lit(False)
-    last = pl.max_horizontal(pl.col(times).max()) if times else pl.lit(None, pl.Int64)
-    seen: dict[int, tuple[int | None, bool]] = {
-        index: (t, timed)
-        for index, t, timed in events.group_by("__file")
-        .agg(last.alias("t"), started.alias("timed"))
-        .iter_rows()
-    }
-    alive = {f.job for f in kept if f.end is not None and f.end.exit == "alive"}
-    rows: list[dict[str, Any]] = []
-    for file in kept:
-        header, end = file.header, file.end
-        t, timed = seen.get(file.index, (None, False))
-        if end is None:
-            exit_ = "alive" if file.job in alive else "unknown"
-        else:
-            exit_ = end.exit or "unknown"
-            if exit_ not in EXIT:
-                file.notes.append(f"the end line's exit {exit_!r} is not known; taken as unknown")
-                exit_ = "unknown"
-        if end is not None and end.t is not None:
-            t = end.t
-        elif header.defaults is False:
-            t = None
-        rows.append(
-            {
-                "job": file.job,
-                "rank": file.rank,
-                "exit": EXIT[exit_],
-                "code": end.code if end else None,
-                "t_last": t,
-                "truncated": file.truncated,
-                "lost_before": header.lost_before or 0,
-                "only_active": bool(header.only_active),
-                "timed": (timed or None) if header.timed is msgspec.UNSET else header.timed,
-                "path": file.source.path,
-            }
-        )
-    return pl.DataFrame(rows, schema=RANKS)
-
-
-class _Communicators:
-    """The comms table of many jobs, and the row that each use of an id means.
-
-    An id is unique in its job. Where ranks declare it with different members all the same (two
-    groups of one name, or ranks that disagree), each declaration is a communicator of its own, and
-    an operation means the one that its own rank declared.
-    """
-
-    def __init__(self, kept: list[_File], codes: dict[tuple[int, str], int]) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.by_members: dict[tuple[int, str], dict[tuple[int, ...], int]] = defaultdict(dict)
-        self.own: dict[tuple[int, str, int], int] = {}  # (job, id, rank) -> row it declared
-        self.codes = codes
-        for file in kept:
-            for comm in file.comms:
-                self._declare(file, comm)
-        for key in self.by_members:  # an id declared without members is the one that has them
-            variants = self.by_members[key]
-            if len(variants) > 1:
-                self._number(key, variants)
-
-    def _declare(self, file: _File, comm: Comm) -> None:
-        key = (file.job, str(comm.id))
-        members = tuple(comm.ranks or ())
-        variants = self.by_members[key]
-        row = variants.get(members)
-        if row is None and () in variants:
-            row = variants[members] = variants.pop(())
-            self.rows[row]["ranks"] = list(members)
-        elif row is None and not members and variants:
-            row = self._guess(variants, file.rank)
-        elif row is None:
-            if variants:
-                file.notes.append(
-                    f"declares communicator {key[1]!r} with other members than other ranks do: "
-                    "kept apart"
-                )
-            row = variants[members] = self._add(key, members)
-        mine = self.rows[row]
-        for name in ("name", "desc"):
-            value = getattr(comm, name)
-            if mine[name] is None and value is not None:
-                mine[name] = str(value)
-        self.own.setdefault((*key, file.rank), row)
-
-    def _add(self, key: tuple[int, str], members: tuple[int, ...]) -> int:
-        self.rows.append(
-            {"job": key[0], "id": key[1], "name": None, "desc": None, "ranks": list(members)}
-        )
-        return len(self.rows) - 1
-
-    def _number(self, key: tuple[int, str], variants: dict[tuple[int, ...], int]) -> None:
-        for number, row in enumerate(variants.values(), 1):
-            name = f"{key[1]} ({number})"
-            while (key[0], name) in self.by_members:
-                name += "'"
-            self.rows[row]["id"] = name
-
-    @staticmethod
-    def _guess(variants: dict[tuple[int, ...], int], rank: int) -> int:
-        return next(
-            (row for ranks, row in variants.items() if rank in ranks), min(variants.values())
-        )
-
-    def row(self, job: int, comm: str, rank: int) -> int:
-        """Row that ``rank`` means by an id; an id that nobody declared becomes a row."""
-        own = self.own.get((job, comm, rank))
-        if own is not None:
-            return own
-        variants = self.by_members[job, comm]
-        if not variants:
-            variants[()] = self._add((job, comm), ())
-        return self._guess(variants, rank)
-
-    def rows_for(self, events: pl.DataFrame) -> pl.DataFrame:
-        """``events`` with rows of the comms table in place of codes."""
-        here = [c for c in ("comm", "new_comm") if c in events.columns]
-        if not here or not self.codes:
-            return events
-        used = {code for c in here for code in events[c].drop_nulls().unique()}
-        size = max(self.codes.values()) + 1
-        table = np.full(size, -1, np.int32)
-        apart: list[tuple[int, str, int]] = []
-        for (job, comm), code in sorted(self.codes.items()):
-            if code not in used:
-                continue
-            if len(self.by_members.get((job, comm), ())) > 1:
-                apart.append((job, comm, code))
-            table[code] = self.row(job, comm, -1)
-        rows = pl.Series(table, dtype=pl.Int32)
-        out = events.with_columns(
-            rows.gather(events[c]).alias(c) if events[c].null_count() < events.height else events[c]
-            for c in here
-        )
-        for job, comm, code in apart:
-            for c in here:
-                hit = events[c] == code
-                ranks = events.filter(hit)["rank"].unique()
-                for rank in ranks:
-                    out = out.with_columns(
-                        pl.when(hit & (pl.col("rank") == rank))
-                        .then(pl.lit(self.row(job, comm, rank), pl.Int32))
-                        .otherwise(pl.col(c))
-                        .alias(c)
-                    )
-        return out
-
-    def table(self) -> pl.DataFrame:
-        frame = pl.DataFrame(self.rows, schema={k: v for k, v in COMMS.items() if k != "comm"})
-        return conform(frame.with_columns(comm=pl.int_range(pl.len(), dtype=pl.Int32)), "comms")
-
-    def status_table(self, kept: list[_File]) -> pl.DataFrame:
-        rows = [
-            {
-                "job": file.job,
-                "rank": file.rank,
-                "comm": self.row(file.job, str(s.comm), file.rank),
-                "last_enqueued": s.last_enqueued,
-                "last_started": s.last_started,
-                "last_completed": s.last_completed,
-            }
-            for file in kept
-            for s in file.statuses
-        ]
-        return pl.DataFrame(rows, schema=STATUS)
