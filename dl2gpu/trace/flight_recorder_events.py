@@ -49,6 +49,7 @@ _KINDS: Final = {
 }  # fmt: skip
 _ROOTED: Final = [OP["scatter"], OP["scatter_v"], OP["gather"], OP["gather_v"]]
 _INTS: Final = ("job", "rank", "lane", "op", "comm", "peer", "dtype", "stack", "stream", "root")
+_ALWAYS: Final = 5  # the first ones of _INTS are never absent
 _LONGS: Final = (
     "seq", "ordinal", "count", "count_out", "bytes", "group", "t_created", "t_started",
     "t_completed",
@@ -138,9 +139,14 @@ def events(
             dtype=np.int32,
         )
         stream = np.where(stream <= -2, codes[np.maximum(-2 - stream, 0)], stream)
-    columns_out: dict[str, Any] = {name: ints[i, :n] for i, name in enumerate(_INTS)}
+    # columns without nulls are copied out, the others are when they get their nulls: no column of
+    # the frame keeps the whole block alive
+    columns_out: dict[str, Any] = {
+        name: ints[i, :n].copy() if i < _ALWAYS else ints[i, :n] for i, name in enumerate(_INTS)
+    }
     columns_out |= {name: longs[i, :n] for i, name in enumerate(_LONGS)}
-    columns_out |= {"stream": stream, "state": states[:n], "flags": flags[:n]}
+    columns_out |= {"seq": longs[kernel.W_SEQ, :n].copy(), "stream": stream}
+    columns_out |= {"state": states[:n], "flags": flags[:n]}
     return _frame(columns_out, splits)
 
 
@@ -150,7 +156,7 @@ def _frame(
     """The frame: absent values become null, roots and splits are filled in."""
     _roots(columns)
     frame = pl.DataFrame(columns)
-    optional = [*_INTS[5:], *_LONGS[1:]]
+    optional = [*_INTS[_ALWAYS:], *_LONGS[1:]]
     frame = frame.with_columns(
         *(
             pl.when(pl.col(name) != (-1 if name in _INTS else NULL)).then(pl.col(name)).alias(name)
