@@ -10,9 +10,8 @@ RUN python -m venv /opt/dl2gpu && /opt/dl2gpu/bin/pip install --no-cache-dir .
 
 FROM python:3.12-slim-bookworm
 COPY --from=build /opt/dl2gpu /opt/dl2gpu
-# Compiled kernels are cached where this user may write.
-ENV PATH=/opt/dl2gpu/bin:$PATH NUMBA_CACHE_DIR=/tmp/numba
+ENV PATH=/opt/dl2gpu/bin:$PATH
 USER nobody
-WORKDIR /tmp
+WORKDIR /traces
 ENTRYPOINT ["dl2gpu"]
 CMD ["--help"]
