@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, types
 
-from dl2gpu.trace.pickle_kernel import COLUMNS, KEYWORDS, NULL
+from dl2gpu.trace.pickle_tables import COLUMNS, KEYWORDS, NULL
 
 __all__ = [
     "MIXED", "NARROW", "P2P", "RETIRED", "SECRET", "STATES", "WIDE", "Columns", "Fault", "Stacks",
@@ -155,7 +155,7 @@ def pack(
     stacks: Stacks,
     numels: npt.NDArray[np.int64],
 ) -> Columns:
-    """Columns of the entries ``rec[order]``; ``rec`` has the columns of pickle_kernel.COLUMNS."""
+    """Columns of the entries ``rec[order]``; ``rec`` has the columns of pickle_tables.COLUMNS."""
     n = len(order)
     wide = np.empty((len(WIDE), n), dtype=np.int64)
     narrow = np.empty((len(NARROW), n), dtype=np.int32)

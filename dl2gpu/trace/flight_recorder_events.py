@@ -18,7 +18,8 @@ from dl2gpu.trace import flight_recorder_kernel as kernel
 from dl2gpu.trace.entry_columns import SECRET, Columns
 from dl2gpu.trace.flight_recorder_comms import Comm, Dump
 from dl2gpu.trace.flight_recorder_names import HOST_BACKENDS, Operation
-from dl2gpu.trace.pickle_kernel import NULL, rehash
+from dl2gpu.trace.pickle_kernel import rehash
+from dl2gpu.trace.pickle_tables import NULL
 from dl2gpu.trace.schema import (
     DTYPE_BYTES,
     FLAG,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dl2gpu.trace.entry_columns import Columns, Fault, Stacks, pack
-from dl2gpu.trace.pickle_kernel import COLUMNS, KEYWORDS, LEAST_KEYS, NULL, SATURATED, WIDTH
+from dl2gpu.trace.pickle_tables import COLUMNS, KEYWORDS, LEAST_KEYS, NULL, SATURATED, WIDTH
 
 __all__ = ["decode"]
 

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dl2gpu.trace import pickle_kernel as kernel
+from dl2gpu.trace import pickle_tables as tables
 from dl2gpu.trace.entry_columns import SECRET, Columns, Fault, Stacks, pack
-from dl2gpu.trace.pickle_kernel import KEYWORDS
+from dl2gpu.trace.pickle_tables import KEYWORDS
 
 __all__ = ["MAX_BYTES", "decode"]
 
@@ -27,14 +28,14 @@ _QUOTA: Final = 8192
 _KEEP_BYTES: Final = 64 << 20
 
 _REASONS: Final = {
-    kernel.UNDERFLOW: "an opcode needs more values than there are",
-    kernel.NO_MEMO: "a value is fetched that was never stored",
-    kernel.TOO_DEEP: f"nested deeper than {kernel.MAX_DEPTH}",
-    kernel.LONG_INT: "an integer of more than 8 bytes",
-    kernel.BAD_TARGET: "items are added to something that is no list or dict",
-    kernel.ODD_ITEMS: "a key without a value",
-    kernel.BAD_MEMO: "a memo index beyond the size of the file",
-    kernel.PROTOCOL: "an unknown pickle protocol",
+    tables.UNDERFLOW: "an opcode needs more values than there are",
+    tables.NO_MEMO: "a value is fetched that was never stored",
+    tables.TOO_DEEP: f"nested deeper than {tables.MAX_DEPTH}",
+    tables.LONG_INT: "an integer of more than 8 bytes",
+    tables.BAD_TARGET: "items are added to something that is no list or dict",
+    tables.ODD_ITEMS: "a key without a value",
+    tables.BAD_MEMO: "a memo index beyond the size of the file",
+    tables.PROTOCOL: "an unknown pickle protocol",
 }
 
 
@@ -68,13 +69,13 @@ class _Machine:
             return np.empty((count, width), dtype=np.int64)
 
         room = 2 * _QUOTA
-        self.st = np.zeros(kernel.STATE, dtype=np.int64)
+        self.st = np.zeros(tables.STATE, dtype=np.int64)
         self.sk = np.empty(room, dtype=np.uint8)
         self.sv = np.empty(room, dtype=np.int64)
-        self.marks = np.empty(kernel.MAX_DEPTH, dtype=np.int64)
+        self.marks = np.empty(tables.MAX_DEPTH, dtype=np.int64)
         self.mk = np.zeros(4096, dtype=np.uint8)
         self.mv = np.zeros(4096, dtype=np.int64)
-        self.cont = rows(room, kernel.CONT)
+        self.cont = rows(room, tables.CONT)
         self.chunks = rows(room, 3)
         self.hk = np.empty(room, dtype=np.uint8)
         self.hv = np.empty(room, dtype=np.int64)
@@ -83,7 +84,7 @@ class _Machine:
         self.stacks, self.ktab = rows(512, 3), np.full(1024, -1, dtype=np.int32)
         self.pool = np.empty(room, dtype=np.int32)
         self.numels = np.empty(room, dtype=np.int64)
-        self.rec = rows(2048, kernel.WIDTH)
+        self.rec = rows(2048, tables.WIDTH)
         self.order = np.empty(2048, dtype=np.int64)
         # intern the keywords by running a pickle that holds nothing else
         self._reset(0)
@@ -96,10 +97,10 @@ class _Machine:
 
     def _reset(self, strings: int) -> None:
         self.st[:] = 0
-        self.st[kernel.SECRET] = SECRET
-        self.st[kernel.CHUNK_AT] = -1
-        self.st[kernel.N_STR] = strings
-        self.mk[:] = kernel.UNSET
+        self.st[tables.SECRET] = SECRET
+        self.st[tables.CHUNK_AT] = -1
+        self.st[tables.N_STR] = strings
+        self.mk[:] = tables.UNSET
         if strings:
             self.strs[:strings] = self._words
         kernel.rehash(self.strs, strings, self.stab)
@@ -113,7 +114,7 @@ class _Machine:
                 self.chunks, self.hk, self.hv, self.strs, self.stab, self.frames, self.ftab,
                 self.stacks, self.ktab, self.pool, self.numels, self.rec, _QUOTA,
             )  # fmt: skip
-            if self.st[kernel.STATUS] != kernel.GROW:
+            if self.st[tables.STATUS] != tables.GROW:
                 return
             self._grow()
 
@@ -123,35 +124,35 @@ class _Machine:
                 self.st, self.sk, self.sv, self.marks, self.cont, self.chunks, self.hk, self.hv,
                 self.frames, self.stacks, self.ktab, self.pool, self.numels, self.rec, self.order,
             )  # fmt: skip
-            if self.st[kernel.STATUS] != kernel.GROW:
+            if self.st[tables.STATUS] != tables.GROW:
                 return
             self._grow()
 
     def _grow(self) -> None:
         """Room for another ``_QUOTA`` opcodes in every table, and for closing what is open then."""
         used = self.st.tolist()
-        want = used[kernel.WANT]
-        self.st[kernel.WANT] = 0
+        want = used[tables.WANT]
+        self.st[tables.WANT] = 0
         for names, count, spare in (
-            (("sk", "sv"), used[kernel.SP], _QUOTA),
-            (("cont",), used[kernel.N_CONT], _QUOTA),
-            (("chunks",), used[kernel.N_CHUNK], _QUOTA),
+            (("sk", "sv"), used[tables.SP], _QUOTA),
+            (("cont",), used[tables.N_CONT], _QUOTA),
+            (("chunks",), used[tables.N_CHUNK], _QUOTA),
             # all that is on the stack may move to the heap at once
-            (("hk", "hv"), used[kernel.N_HEAP] + used[kernel.SP], _QUOTA),
-            (("pool",), used[kernel.N_POOL], max(want, _QUOTA)),
-            (("numels",), used[kernel.N_NUMEL], max(want, _QUOTA)),
-            (("rec",), used[kernel.N_ROW], 1),
-            (("order",), used[kernel.N_ORDER], 1),
+            (("hk", "hv"), used[tables.N_HEAP] + used[tables.SP], _QUOTA),
+            (("pool",), used[tables.N_POOL], max(want, _QUOTA)),
+            (("numels",), used[tables.N_NUMEL], max(want, _QUOTA)),
+            (("rec",), used[tables.N_ROW], 1),
+            (("order",), used[tables.N_ORDER], 1),
             (("mk", "mv"), 0, want),
         ):
             for name in names:
-                self._enlarge(name, count + spare + kernel.MAX_DEPTH)
+                self._enlarge(name, count + spare + tables.MAX_DEPTH)
         for rows, table, count in (
-            ("strs", "stab", used[kernel.N_STR]),
-            ("frames", "ftab", used[kernel.N_FRAME]),
-            ("stacks", "ktab", used[kernel.N_STACK]),
+            ("strs", "stab", used[tables.N_STR]),
+            ("frames", "ftab", used[tables.N_FRAME]),
+            ("stacks", "ktab", used[tables.N_STACK]),
         ):
-            if 2 * (count + kernel.ROOM) > getattr(self, table).size:
+            if 2 * (count + tables.ROOM) > getattr(self, table).size:
                 setattr(self, table, np.empty(4 * getattr(self, table).size, dtype=np.int32))
                 self._enlarge(rows, getattr(self, table).size // 2)
                 kernel.rehash(getattr(self, rows), count, getattr(self, table))
@@ -178,36 +179,36 @@ class _Machine:
             self._reset(len(KEYWORDS))
         st = self.st.tolist()
         raw = [*_RAW_WORDS]
-        for off, length, _ in self.strs[len(KEYWORDS) : st[kernel.N_STR]].tolist():
+        for off, length, _ in self.strs[len(KEYWORDS) : st[tables.N_STR]].tolist():
             raw.append(data[off : off + length])
-        found = self.stacks[: st[kernel.N_STACK]]
+        found = self.stacks[: st[tables.N_STACK]]
         ends = np.zeros(len(found) + 1, dtype=np.int64)
         np.cumsum(found[:, 1], out=ends[1:])
         stacks = Stacks(
             keys=found[:, 2].tolist(),
             ends=ends,
-            flat=self.pool[: st[kernel.N_POOL]].copy(),
-            frames=self.frames[: st[kernel.N_FRAME], :3].copy(),
+            flat=self.pool[: st[tables.N_POOL]].copy(),
+            frames=self.frames[: st[tables.N_FRAME], :3].copy(),
         )
         columns = pack(
-            self.rec, self.order[: st[kernel.N_ORDER]], raw, stacks,
-            self.numels[: st[kernel.N_NUMEL]].copy(),
+            self.rec, self.order[: st[tables.N_ORDER]], raw, stacks,
+            self.numels[: st[tables.N_NUMEL]].copy(),
         )  # fmt: skip
         columns.header = self._header(raw, len(data))
-        columns.lost = st[kernel.BAD_ENTRIES]
+        columns.lost = st[tables.BAD_ENTRIES]
         columns.fault, columns.size = fault, len(data)
         return columns
 
     def _fault(self, buf: npt.NDArray[np.uint8]) -> Fault | None:
-        status, offset = int(self.st[kernel.STATUS]), int(self.st[kernel.POS])
-        if status == kernel.STOPPED:
+        status, offset = int(self.st[tables.STATUS]), int(self.st[tables.POS])
+        if status == tables.STOPPED:
             return None
-        if status == kernel.TRUNCATED:
+        if status == tables.TRUNCATED:
             return Fault(
                 "truncated", offset, f"the pickle ends at byte {offset} without its end mark"
             )
-        if status == kernel.DAMAGED:
-            reason = _REASONS[int(self.st[kernel.REASON])]
+        if status == tables.DAMAGED:
+            reason = _REASONS[int(self.st[tables.REASON])]
             return Fault("damaged", offset, f"damaged at byte {offset}: {reason}")
         name = _opcode_name(int(buf[offset]))
         if name is None:
@@ -227,10 +228,10 @@ class _Machine:
         unfold to more than ``budget`` nodes, the bytes of the file.
         """
         st = self.st
-        if not st[kernel.SP] or self.sk[0] != kernel.REF:
+        if not st[tables.SP] or self.sk[0] != tables.REF:
             return {}
         root = int(self.sv[0])
-        if self.cont[root, 0] != kernel.DICT:
+        if self.cont[root, 0] != tables.DICT:
             return {}
         hk, hv = self.hk, self.hv
 
@@ -245,32 +246,32 @@ class _Machine:
 
         def value(kind: int, payload: int, depth: int) -> Any:
             nonlocal budget
-            if kind == kernel.STR:
+            if kind == tables.STR:
                 return raw[payload].decode("utf-8", "replace")
-            if kind == kernel.INT:
+            if kind == tables.INT:
                 return payload
-            if kind == kernel.BOOL:
+            if kind == tables.BOOL:
                 return bool(payload)
-            if kind == kernel.FLOAT:
+            if kind == tables.FLOAT:
                 return float(np.array(payload, dtype=np.int64).byteswap().view(np.float64))
-            if kind != kernel.REF:
+            if kind != tables.REF:
                 return None
             budget -= int(self.cont[payload, 3])
             if depth <= 0 or budget < 0:
                 raise _TooLargeError
             items = [value(k, v, depth - 1) for k, v in children(payload)]
-            if self.cont[payload, 0] == kernel.DICT:
+            if self.cont[payload, 0] == tables.DICT:
                 return {
                     k: v
                     for k, v in zip(items[::2], items[1::2], strict=True)
                     if isinstance(k, (str, int))
                 }
-            return tuple(items) if self.cont[payload, 0] == kernel.TUPLE else items
+            return tuple(items) if self.cont[payload, 0] == tables.TUPLE else items
 
         header: dict[str, Any] = {}
         items = children(root)
         for (kind, payload), (vkind, vpayload) in zip(items[::2], items[1::2], strict=True):
-            if kind == kernel.STR and raw[payload] != b"entries":
+            if kind == tables.STR and raw[payload] != b"entries":
                 try:
                     header[value(kind, payload, 0)] = value(vkind, vpayload, 6)
                 except _TooLargeError:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from dl2gpu.trace.entry_columns import MIXED, P2P, RETIRED, STATES, Columns
 from dl2gpu.trace.pickle_columns import decode
-from dl2gpu.trace.pickle_kernel import NULL
+from dl2gpu.trace.pickle_tables import NULL
 
 WORLD = {"0": ("default_pg", [0, 1])}
 ALLOWED = [
