@@ -18,13 +18,15 @@ import polars as pl
 
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Program
+from dl2gpu.analysis.tables import KIND
 from dl2gpu.trace.schema import OP
 
-__all__ = ["Divergence", "Split", "find_divergence", "odd_ones"]
+__all__ = ["Divergence", "Split", "find_departure", "find_divergence", "odd_ones"]
 
 Array = npt.NDArray[Any]
 
 _ASPECTS: Final = ("op", "root", "bytes", "count", "new_comm", "dtype", "reduce_op")
+_MESSAGE_ASPECTS: Final = ("bytes", "count", "dtype", "tag")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Split:
 class Divergence:
     """The first operation at which sequences part.
 
-    ``event``: of the lowest rank on the larger side. ``odd``: ranks on the smaller side.
+    ``event``: of the smaller side where it is clear which that is, else of the lowest rank.
+    ``odd``: ranks on the smaller side.
     ``skipped``: the odd ranks left a call out (their next call stands here in its place).
     """
 
@@ -56,8 +59,10 @@ class Divergence:
 
 def odd_ones(p: Program, names: Names, node: int, events: Array) -> Split:
     """Groups the parts of a node by signature."""
-    columns = {a: names.column(a)[events] for a in _ASPECTS}
-    differing = [a for a in _ASPECTS if len({int(v) for v in columns[a] if v >= 0}) > 1]
+    message = p.matching.nodes["kind"][node] == KIND["message"]
+    aspects = _MESSAGE_ASPECTS if message else _ASPECTS
+    columns = {a: names.column(a)[events] for a in aspects}
+    differing = [a for a in aspects if len({int(v) for v in columns[a] if v >= 0}) > 1]
     key = list(zip(*(columns[a].tolist() for a in differing), strict=True)) or [()] * len(events)
     sides: dict[tuple[int, ...], list[int]] = {}
     for e, k in zip(events.tolist(), key, strict=True):
@@ -117,10 +122,11 @@ def find_divergence(p: Program, names: Names, node: int) -> Divergence | None:
         if not telling:
             continue
         clear = 2 * len(big) > rows.height and rows.height > 2
+        own = min((i for _, members in ordered[1:] for rank, i in members if rank in odd), default=-1)
         first_odd = min(i for _, members in ordered[1:] for _, i in members)
         skipped = clear and _skipped(on, int(k), big_site, [s for s, _ in ordered[1:]], big[0][0])
         return Divergence(
-            event=min(big)[1],
+            event=own if clear and own >= 0 else min(big)[1],
             odd=tuple(sorted(odd)) if clear else (),
             skipped=skipped,
             details={
@@ -131,6 +137,84 @@ def find_divergence(p: Program, names: Names, node: int) -> Divergence | None:
             },
         )
     return None
+
+
+_COMPARED: Final = 8
+"""So many of the ranks that agree are compared with the one that does not."""
+
+
+def find_departure(p: Program, names: Names, node: int, odd: tuple[int, ...]) -> Divergence | None:
+    """Where a rank left the sequence of operations that all others of the node share.
+
+    A call that is left out on one communicator shows at once in the order across communicators, even
+    if its own communicator pairs the next call of the same kind without a sign. Compared are whole
+    sequences (operation, purpose of the communicator, call site, size); it tells only where the
+    other ranks agree among themselves up to there, and no record has lost its start.
+
+    None where the odd rank departs at the node itself, or the comparison says nothing.
+    """
+    m = p.matching
+    job = int(m.nodes["job"][node])
+    members = sorted(
+        m.events.lazy().filter(pl.col("node") == node).select("rank").collect()["rank"].to_list()
+    )
+    good = [r for r in members if r not in odd][:_COMPARED]
+    if len(odd) != 1 or len(good) < 2:
+        return None
+    ranks = m.prepared.ranks.filter((pl.col("job") == job) & pl.col("rank").is_in([*good, *odd]))
+    if (ranks["lost_before"].fill_null(1) > 0).any() or ranks["only_active"].fill_null(False).any():
+        return None
+    rows = (
+        m.events.lazy()
+        .filter(
+            (pl.col("job") == job)
+            & pl.col("rank").is_in([*good, *odd])
+            & (pl.col("op") != OP["wait"])
+            & (pl.col("lane") == 0)
+        )
+        .select("i", "rank", "op", "comm", "stack", "count")
+        .collect()
+    )
+    kinds = {k: x for x, k in enumerate(dict.fromkeys(names.comm_kinds))}
+    of_comm = np.array([kinds[k] for k in names.comm_kinds], dtype=np.int64)
+    comm = rows["comm"].fill_null(-1).to_numpy()
+    stack = rows["stack"].fill_null(-1).to_numpy()
+    site = np.where(stack >= 0, names.sites[np.maximum(stack, 0)] if len(names.sites) else -1, -1)
+    token = rows.select(
+        pl.struct(
+            "op", pl.col("count").fill_null(-1),
+            comm=pl.Series(np.where(comm >= 0, of_comm[np.maximum(comm, 0)], -1)),
+            site=pl.Series(site),
+        ).hash(11)
+    ).to_series().to_numpy()  # fmt: skip
+    index = rows["i"].to_numpy()
+    rank = rows["rank"].to_numpy()
+    sequences = {r: (token[rank == r], index[rank == r]) for r in (*good, *odd)}
+    length = min(len(t) for t, _ in sequences.values())
+    first = sequences[good[0]][0]
+    same = np.ones(length, np.bool_)
+    for r in good[1:]:
+        same &= sequences[r][0][:length] == first[:length]
+    mine, at = sequences[odd[0]]
+    away = np.flatnonzero(mine[:length] != first[:length])
+    if not len(away) or not same[: away[0] + 1].all():
+        return None
+    x = int(away[0])
+    here = int(m.events.filter((pl.col("node") == node) & (pl.col("rank") == odd[0]))["i"][0])
+    if at[x] >= here:
+        return None
+    event = int(sequences[good[0]][1][x])
+    left_out = bool(x + 1 < len(first) and (first[x + 1 : x + 9] == mine[x]).any())
+    return Divergence(
+        event=event,
+        odd=odd,
+        skipped=left_out,
+        details={
+            "expected": names.operation(event),
+            "found": names.operation(int(at[x])),
+            "operations_before_hang": int(np.searchsorted(at, here)) - x,
+        },
+    )
 
 
 def _skipped(on: pl.DataFrame, k: int, big_site: int, odd_sites: list[int], rank: int) -> bool:

@@ -32,19 +32,22 @@ class Scenario:
     Attributes:
         eager_bytes: standard sends up to this size complete without a receiver; 0 is rendezvous.
         one_stream: all device queues of a rank are one.
-        flip_lanes: odd ranks fill their queues with the host threads in reverse order.
+        flip_lanes: ranks with this bit set in their number fill their queues with the host threads in
+            reverse order; any two ranks differ in some bit. -1: none.
         atomic_batch: an incomplete batch holds back the partners of its matched members.
         early_release: rooted collectives let go those who need nobody (rule 4).
         use_states: recorded completions are facts (rule 7).
+        use_records: so is what a record of issued operations shows to be passed by its host.
         wild_high: wildcards take the highest sender that fits, not the lowest.
     """
 
     eager_bytes: int = 0
     one_stream: bool = False
-    flip_lanes: bool = False
+    flip_lanes: int = -1
     atomic_batch: bool = False
     early_release: bool = False
     use_states: bool = True
+    use_records: bool = False
     wild_high: bool = False
 
     INFINITE: ClassVar[int] = (1 << 63) - 1
@@ -175,6 +178,7 @@ def build(m: Matching) -> Program:
         "role": _boxed_roles(role, op, box) if n_boxes else role,
         "alone": alone,
         "done": _flags(e["done"]),
+        "passed": _flags(e["passed"]),
         "node_start": node_start,
         "node_part": node_part,
         "node_kind": _codes(m.nodes["kind"]),
@@ -298,8 +302,9 @@ def layout(p: Program, scenario: Scenario) -> Layout:
     strings = p.matching.prepared.trace.strings.height + 1
     if scenario.one_stream:
         stream = np.where(stream >= 0, np.int32(0), np.int32(-1))
-    if scenario.flip_lanes:
-        flipped = np.where(p.rank_of % 2 == 1, -p.lane, p.lane)
+    if scenario.flip_lanes >= 0:
+        lane = p.lane.astype(np.int64)
+        flipped = np.where(p.rank_of >> scenario.flip_lanes & 1, -lane, lane)
         order = np.lexsort((np.arange(n), flipped, p.r))
     n_lanes = int(p.lane.max(initial=0)) + 1
     return Layout(
@@ -328,6 +333,8 @@ def run(
     queue_at = np.full(len(lay.queue_first), -1, np.int32)
     partner = np.full(n, -1, np.int32)
     done = k["done"] if scenario.use_states else np.zeros(n, np.bool_)
+    if scenario.use_records:
+        done = done | k["passed"]
     wait_left = k["wait_left"].copy()
     eager = _eager(p, scenario)
     scratch = replay_kernel.scratch(n, len(lay.lane_first), len(lay.queue_first), len(lay.unit_first), len(k["node_kind"]))

@@ -130,6 +130,37 @@ def in_order(job: Any, rank: Any, seq: Any, lane: Any) -> Any:
 
 
 @_JIT
+def passed_by_host(r: Any, lane: Any, prefix: Any, blocks: Any, everything: Any) -> Any:
+    """bool[n]: events shown complete because their host went on; see ``tables``.
+
+    ``prefix`` bool[ranks], ``blocks`` bool[n] host operations that block (waits too), ``everything``
+    bool[n] host waits for all that was issued. Rows are sorted by rank; lanes may alternate.
+    """
+    n = len(r)
+    out = np.zeros(n, np.bool_)
+    hi = n
+    while hi > 0:
+        lo = hi - 1
+        while lo > 0 and r[lo - 1] == r[hi - 1]:
+            lo -= 1
+        if prefix[r[lo]]:
+            one = True
+            for x in range(lo + 1, hi):
+                if lane[x] != lane[lo]:
+                    one = False
+            if one:
+                behind = False  # a passed wait for everything lies after this row
+                for x in range(hi - 1, lo - 1, -1):
+                    last = x == hi - 1
+                    if behind or (blocks[x] and not last):
+                        out[x] = True
+                    if everything[x] and not last:
+                        behind = True
+        hi = lo
+    return out
+
+
+@_JIT
 def count_along(r: Any, comm: Any, counts: Any, n_comms: Any) -> Any:
     """int64[n]: how many counted events of the same rank and communicator lie up to here, from 1.
 

@@ -84,6 +84,24 @@ def place_ranks(g: Graph, mask: Array) -> Array:
     return np.unique(np.concatenate([lanes, queues]).astype(np.int64))
 
 
+def _earliest(nodes: pl.DataFrame, disagree: Array) -> Array:
+    """Of the nodes that disagree, the first of each communicator and channel.
+
+    Operations that do not block their host pile up behind it; they disagree because it does.
+    """
+    if not len(disagree):
+        return disagree
+    lead = (
+        nodes.lazy()
+        .select("node", "job", "comm", "k", "src", "dst")
+        .filter(pl.col("node").is_in(pl.Series(disagree.astype(np.int32)).implode()))
+        .sort("job", "comm", "src", "dst", "k")
+        .unique(["job", "comm", "src", "dst"], keep="first", maintain_order=True)
+        .collect()
+    )
+    return lead["node"].to_numpy().astype(np.int64)
+
+
 def find_causes(g: Graph) -> list[Cause]:
     """All causes in the graph of a shard, sorted by job."""
     if not g.stuck.any():
@@ -115,8 +133,9 @@ def find_causes(g: Graph) -> list[Cause]:
 
     # --- signatures that disagree
     blocks = m.nodes["blocks"].to_numpy() if m.nodes.height else np.zeros(0, bool)
-    for v in np.flatnonzero(open_node & blocks):
-        rooted[g.node0 + v] = True
+    disagree = np.flatnonzero(open_node & blocks)
+    rooted[g.node0 + disagree] = True
+    for v in _earliest(m.nodes, disagree):
         add(int(node_job[v]), "mismatch", np.array([g.node0 + v]), np.array([v]), (), False)
 
     # --- ranks that have ended, ranks without a record, ranks that came too late

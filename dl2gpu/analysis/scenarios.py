@@ -154,9 +154,10 @@ def plausible(p: Program, calm: Array) -> Iterator[tuple[Scenario, str, Array]]:
         .agg(n=pl.col("lane").n_unique())
         .filter(pl.col("n") > 1)
     )
-    if len(shared):
+    top = int(p.rank_of.max(initial=0)) if len(shared) else 0
+    for bit in range(top.bit_length()):
         yield (
-            Scenario(flip_lanes=True),
+            Scenario(flip_lanes=bit),
             "only if the host threads that share a stream enqueue in another order on some ranks",
             shared,
         )

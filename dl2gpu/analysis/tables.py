@@ -8,12 +8,12 @@ channel. Everything downstream refers to events by ``i``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import polars as pl
 
-from dl2gpu.analysis.replay_kernel import in_order
+from dl2gpu.analysis.replay_kernel import in_order, passed_by_host
 from dl2gpu.trace.schema import DTYPE_BYTES, EXIT, OP, OP_OTHER, RANKS, STATE, Trace, conform
 
 __all__ = ["BACKEND_CLASS", "Prepared", "backend_class", "prepare"]
@@ -52,7 +52,8 @@ class Prepared:
         trace: the tables as read.
         events: columns of the event table the analysis needs, sorted by (job, rank, seq, lane), and
             ``i`` UInt32 row number; ``r`` UInt32 row of ``ranks``; ``done`` Boolean: a recorded and
-            trusted completion (rule 7); ``doubted`` Boolean: a completion taken back (an abort).
+            trusted completion (rule 7); ``doubted`` Boolean: a completion taken back (an abort);
+            ``passed`` Boolean: complete because the record shows that its host went on.
         jobs: the jobs table and ``semantics`` Int8 (backend class), ``states`` Boolean (completion
             is observed: post-mortem evidence), ``world`` Int32 (ranks 0..world-1 are expected).
         ranks: the ranks table, one row for each rank that has a record, and ``r`` its number.
@@ -116,7 +117,7 @@ def prepare(trace: Trace) -> Prepared:
         .drop("member_max", "rank_max")
         .sort("job")
     )
-    events = _facts(events, jobs)
+    events = _facts(events, jobs, ranks)
     return Prepared(trace, events, jobs, ranks, comms)
 
 
@@ -212,11 +213,14 @@ def _job_facts(events: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _facts(events: pl.DataFrame, jobs: pl.DataFrame) -> pl.DataFrame:
+def _facts(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
     """``done`` and ``doubted``: which recorded completions are believed (rule 7)."""
     completed = pl.col("state") == STATE["completed"]
+    passed = _passed(events, jobs, ranks)
     if not jobs["states"].any():
-        return events.with_columns(done=pl.lit(False), doubted=pl.lit(False))
+        return events.with_columns(
+            done=pl.lit(False), doubted=pl.lit(False), passed=pl.Series(passed)
+        )
     # late completions are rare: find them on their own, the rest needs no look at the job's times
     slow = (pl.col("t_completed") - pl.coalesce("t_started", "t_created") > LATE_NS).fill_null(False)
     late = (
@@ -232,7 +236,33 @@ def _facts(events: pl.DataFrame, jobs: pl.DataFrame) -> pl.DataFrame:
     doubted = np.zeros(len(done), np.bool_)
     doubted[late] = done[late]
     return events.with_columns(
-        done=pl.Series(done & ~doubted), doubted=pl.Series(doubted)
+        done=pl.Series(done & ~doubted), doubted=pl.Series(doubted), passed=pl.Series(passed)
+    )
+
+
+def _passed(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> np.ndarray[Any, Any]:
+    """bool[n]: what a record without states shows to be complete, because its host went on.
+
+    The record of a rank that was alive, died or was killed is the prefix that it had issued: all but
+    the last operation of a lane was passed. A host operation that blocks was then complete, and what
+    stands before a wait for everything was complete when the host passed that wait.
+    """
+    prefix = (
+        ranks["exit"].is_in([EXIT["alive"], EXIT["crashed"], EXIT["killed"]]).to_numpy()
+        & ~jobs["states"].to_numpy().astype(np.bool_)[ranks["job"].to_numpy()]
+        # of a source that records waits
+        & jobs["waits"].fill_null(False).to_numpy()[ranks["job"].to_numpy()]
+    )
+    if not prefix.any():
+        return np.zeros(events.height, np.bool_)
+    host = events["stream"].is_null().to_numpy()
+    blocking = events["blocking"].fill_null(False).to_numpy()
+    wait = events["op"].to_numpy() == OP["wait"]
+    everything = np.zeros(events.height, np.bool_)
+    if wait.any():
+        everything = wait & host & (events["requests"].list.len().fill_null(0) == 0).to_numpy()
+    return passed_by_host(
+        events["r"].to_numpy(), events["lane"].to_numpy(), prefix, host & (blocking | wait), everything
     )
 
 

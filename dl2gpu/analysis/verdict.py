@@ -15,7 +15,12 @@ import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis import observed, scenarios
-from dl2gpu.analysis.divergence import Divergence, find_divergence, odd_ones
+from dl2gpu.analysis.divergence import (
+    Divergence,
+    find_departure,
+    find_divergence,
+    odd_ones,
+)
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.fingerprint import fingerprint
 from dl2gpu.analysis.matching import Matching, match
@@ -86,7 +91,7 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
     # program order: the replay decides; then the readings that the order leaves open
     planned = everyone[~by_states]
     if len(planned):
-        fix = run(p, Scenario(), planned, workers)
+        fix = run(p, Scenario(use_records=True), planned, workers)
         graph = build_graph(p, fix)
         causes = find_causes(graph)
         stuck = np.unique([c.job for c in causes]).astype(np.int32)
@@ -94,7 +99,7 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
         if len(stuck):
             lenient = run(
                 p,
-                Scenario(eager_bytes=Scenario.INFINITE, early_release=True, wild_high=False),
+                Scenario(eager_bytes=Scenario.INFINITE, early_release=True, use_records=True),
                 stuck,
                 workers,
             )
@@ -417,7 +422,9 @@ def mismatch_at(
     events = _parts(p, node)
     split = odd_ones(p, names, node, events)
     is_message = p.matching.nodes["kind"][node] == KIND["message"]
-    divergence = None if is_message else find_divergence(p, names, node)
+    divergence = None
+    if not is_message:
+        divergence = find_departure(p, names, node, split.odd) or find_divergence(p, names, node)
     members = {int(r) for r in p.rank_of[events]}
     culprits = split.odd
     kind, reason = "mismatch", "data_dependent_branch"
@@ -469,7 +476,7 @@ def _lacking(
         evidence=level,
         victims=victims,
         hangs_at=tuple(names.operation(e) for e in here),
-        first_divergence=names.operation(here[0]) if here else None,
+        first_divergence=names.operation(_first_of(names, here)) if here else None,
         details={"missing_ranks": sorted(absent)},
     )
     if cause.kind == "no_record":
@@ -487,6 +494,17 @@ def _lacking(
     if cause.kind == "ended":
         return _ended(p, names, g, cause, base, here, only_messages)
     return _free(p, names, g, cause, base, here, only_messages, stale)
+
+
+def _first_of(names: Names, events: list[int]) -> int:
+    """The event that was issued first, by the recorded times; else that of the lowest rank."""
+    created = names.column("t_created")[events]
+    known = created >= 0
+    if not known.all():
+        return events[0]
+    earliest = events[int(np.argmin(created))]
+    node = names.column("node")
+    return next(e for e in events if node[e] == node[earliest])
 
 
 def _ended(
@@ -595,7 +613,7 @@ def _merge(findings: list[Finding]) -> list[Finding]:
     out: dict[tuple[Any, ...], Finding] = {}
     for f in findings:
         f = replace(f, fingerprint=fingerprint(f))
-        key = (f.job, f.kind, f.evidence, f.fingerprint, f.condition, f.reason)
+        key = (f.job, f.kind, f.evidence, f.fingerprint, f.condition)
         first = out.get(key)
         if first is None:
             out[key] = f
