@@ -72,15 +72,11 @@ KEY_CLASS: Final = np.array(
 )  # fmt: skip
 N_WORDS: Final = len(KEYWORDS)
 _K = {word: i for i, word in enumerate(KEYWORDS)}
-K_GROUP, K_ISIZES, K_IDTYPES, K_OSIZES = (
-    _K["process_group"], _K["input_sizes"], _K["input_dtypes"], _K["output_sizes"]
-)  # fmt: skip
-K_ODTYPES, K_FRAMES, K_NAME, K_FILE, K_LINE, K_IS_P2P, K_ENTRIES = (
-    _K["output_dtypes"], _K["frames"], _K["name"], _K["filename"], _K["line"], _K["is_p2p"],
-    _K["entries"],
+K_ISIZES, K_IDTYPES, K_PROFILING, K_IS_P2P, K_NAME, K_FILE, K_LINE, K_ENTRIES = (
+    _K["input_sizes"], _K["input_dtypes"], _K["profiling_name"], _K["is_p2p"], _K["name"],
+    _K["filename"], _K["line"], _K["entries"],
 )  # fmt: skip
 C_DESC, C_ITENSORS, C_INUMELS, C_IMIXED, C_USED = 24, 25, 27, 29, 31
-K_PROFILING = _K["profiling_name"]
 
 def _loader(bits: int, signed: bool = False) -> Any:
     """Unaligned little-endian load of ``bits`` bits from a byte array, without index wraparound."""

@@ -25,9 +25,7 @@ VERSIONS = [None, (1, 0), (1, 4), (1, 5), (2, 0), (2, 1), (2, 2), (2, 3), (2, 4)
             (2, 9), (2, 10)]  # fmt: skip
 
 
-def run(
-    data: Mapping[str, bytes], **facts: Any
-) -> tuple[Trace, dict[str, Input]]:
+def run(data: Mapping[str, bytes], **facts: Any) -> tuple[Trace, dict[str, Input]]:
     """Read files of one job, {name: content}; ``facts`` are fields of every TraceFile."""
     files = [
         TraceFile(path=f"job/{name}", url=name, format="flight_recorder", folder="job", **facts)

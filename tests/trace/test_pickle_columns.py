@@ -386,6 +386,21 @@ def test_a_fetched_list_is_summed_up_once() -> None:
     assert len(found.numels) < 2 * n + 10
 
 
+def test_a_list_in_several_roles_is_summed_up_once() -> None:
+    n = 50_000
+    shared = b"]q\x00(" + b"](K\x02e" * n + b"e"
+    words = [b"input_sizes", b"input_dtypes", b"frames", b"profiling_name", b"state"]
+    keys = b"".join(
+        b"X" + struct.pack("<I", len(k)) + k + b"q" + bytes([i + 1]) for i, k in enumerate(words)
+    )
+    first = b"}(X\x07\x00\x00\x00entries](" + b"(" + shared + keys + b"t"
+    entries = b"}(h\x04h\x04h\x05h\x05h\x01h\x00h\x02h\x00h\x03h\x00u" * n
+    found = costs(b"\x80\x02" + first + entries + b"eu.", 10, 400)
+    assert found.n == n
+    assert found.column("in_count").tolist() == [2 * n] * n
+    assert set(found.column("stack").tolist()) == {-1}
+
+
 def test_interleaved_appends_do_not_copy() -> None:
     """Two lists that grow in turns: linear work."""
     data = b"\x80\x02](]q\x00]q\x01" + b"h\x00K\x01ah\x01K\x01a" * 100_000 + b"e."
