@@ -8,8 +8,6 @@ time against events in log-log from 10^5 to 10^7::
     python benchmarks/analysis.py --events 10000000 --growth
 """
 
-# ruff: noqa: T201 - a benchmark prints
-
 from __future__ import annotations
 
 import argparse
@@ -90,9 +88,16 @@ def corpus(events: int, jobs: int, hung: float = 0.1) -> Trace:
     return Trace(
         events=conform(frame, "events"),
         jobs=conform(
-            pl.DataFrame({"job": range(jobs), "name": [f"job{j}" for j in range(jobs)]}).with_columns(
-                folder="name", attempt=0, world_size=world, backend=pl.lit("nccl"),
-                source=pl.lit("native"), waits=True, p2p=True,
+            pl.DataFrame(
+                {"job": range(jobs), "name": [f"job{j}" for j in range(jobs)]}
+            ).with_columns(
+                folder="name",
+                attempt=0,
+                world_size=world,
+                backend=pl.lit("nccl"),
+                source=pl.lit("native"),
+                waits=True,
+                p2p=True,
             ),
             "jobs",
         ),

@@ -27,6 +27,10 @@ SHARD_BYTES: Final = 512 << 20
 """Jobs are analysed in shards of about this many bytes of input; a job is never cut."""
 
 
+MOST_RANKS: Final = 1 << 20
+"""Missing ranks are listed up to this number; a damaged world size must not fill the memory."""
+
+
 def scan(
     paths: str | Sequence[str],
     *,
@@ -56,7 +60,7 @@ def scan(
     if cluster != "threads":
         raise InputError(f"cluster {cluster!r}: expected threads, the only one there is so far")
     used = choose(engine)
-    report = progress or (lambda stage, done, total: None)
+    report = progress or _silent
 
     found = discover(roots, job_pattern)
     files = [f for f in found.files if select is None or select in (f.job, f.folder)]
@@ -88,6 +92,10 @@ def scan(
     )  # fmt: skip
 
 
+def _silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody asked for."""
+
+
 def _shards(files: Sequence[TraceFile]) -> Iterator[list[TraceFile]]:
     """Runs of whole jobs of about SHARD_BYTES; the largest job sets the largest shard."""
     by_job: dict[tuple[str, str | None], list[TraceFile]] = {}
@@ -106,14 +114,19 @@ def _shards(files: Sequence[TraceFile]) -> Iterator[list[TraceFile]]:
         yield shard
 
 
-def _analyse(trace: Trace, workers: int | None, first: int) -> tuple[pl.DataFrame, list[dict[str, Any]]]:
+def _analyse(
+    trace: Trace, workers: int | None, first: int
+) -> tuple[pl.DataFrame, list[dict[str, Any]]]:
     """Jobs of a shard as rows of the report, and their findings; jobs are numbered from ``first``."""
     from dl2gpu.analysis import analyse
 
     result = analyse(trace, workers)
     ranks = trace.ranks.group_by("job").agg(ranks_present=pl.col("rank").unique().sort())
     members = (
-        trace.comms.select("job", rank="ranks").explode("rank", empty_as_null=False).group_by("job").agg(top=pl.col("rank").max())
+        trace.comms.select("job", rank="ranks")
+        .explode("rank", empty_as_null=False)
+        .group_by("job")
+        .agg(top=pl.col("rank").max())
     )
     events = trace.events.group_by("job").agg(events=pl.len().cast(pl.Int64))
     jobs = (
@@ -129,7 +142,9 @@ def _analyse(trace: Trace, workers: int | None, first: int) -> tuple[pl.DataFram
             ),
         )
         .with_columns(
-            ranks_missing=pl.int_ranges(0, pl.col("world_size").fill_null(0), dtype=pl.Int32)
+            ranks_missing=pl.int_ranges(
+                0, pl.col("world_size").fill_null(0).clip(0, MOST_RANKS), dtype=pl.Int32
+            )
             .list.set_difference("ranks_present")
             .list.sort(),
             number=pl.col("job") + first,
@@ -147,7 +162,13 @@ def _report(
     select: str | None, *, summary: dict[str, Any], began: float,
 ) -> Report:  # fmt: skip
     """The report's tables, sorted, with names and ids in place of numbers."""
-    jobs = pl.concat(frames) if frames else pl.DataFrame(schema={"number": pl.Int32, "name": pl.String, "folder": pl.String} | JOBS).drop("job", "findings")
+    jobs = (
+        pl.concat(frames)
+        if frames
+        else pl.DataFrame(schema={"number": pl.Int32(), "name": pl.String()} | JOBS).drop(
+            "job", "findings"
+        )
+    )
     if select is not None:
         jobs = jobs.filter((pl.col("name") == select) | (pl.col("folder") == select))
         kept = set(jobs["number"].to_list())
@@ -163,7 +184,13 @@ def _report(
     attempt = dict(zip(jobs["number"], jobs["attempt"], strict=True))
     ordered = sorted(
         findings,
-        key=lambda f: (label[f["job"]], attempt[f["job"]], KINDS.index(f["kind"]), f["culprits"], f["fingerprint"]),
+        key=lambda f: (
+            label[f["job"]],
+            attempt[f["job"]],
+            KINDS.index(f["kind"]),
+            f["culprits"],
+            f["fingerprint"],
+        ),
     )
     rows = []
     of_job: dict[int, list[str]] = {}

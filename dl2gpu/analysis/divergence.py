@@ -122,7 +122,9 @@ def find_divergence(p: Program, names: Names, node: int) -> Divergence | None:
         if not telling:
             continue
         clear = 2 * len(big) > rows.height and rows.height > 2
-        own = min((i for _, members in ordered[1:] for rank, i in members if rank in odd), default=-1)
+        own = min(
+            (i for _, members in ordered[1:] for rank, i in members if rank in odd), default=-1
+        )
         first_odd = min(i for _, members in ordered[1:] for _, i in members)
         skipped = clear and _skipped(on, int(k), big_site, [s for s, _ in ordered[1:]], big[0][0])
         return Divergence(

@@ -17,10 +17,11 @@ import polars as pl
 
 from dl2gpu.analysis.matching_passes import Columns, Placed, pass_collectives, pass_messages
 from dl2gpu.analysis.matching_plan import attach, plan_collectives, plan_messages
-from dl2gpu.analysis.tables import KIND, ROLE, Prepared, is_collective, prepare
+from dl2gpu.analysis.tables import Prepared, is_collective, prepare
 from dl2gpu.trace.schema import EXIT, Trace
 
 __all__ = ["Matching", "match", "match_prepared", "passed_members"]
+
 
 @dataclass(frozen=True)
 class Matching:
@@ -66,11 +67,12 @@ def match_prepared(p: Prepared, *, by_plan: bool = False) -> Matching:
     else:
         placed = Placed(p.events.height)
         coll_nodes = needs(p, pass_collectives(p, columns, placed))
-        message_nodes = pass_messages(p, columns, placed, first=coll_nodes.height)
-        if message_nodes is None:
+        passed = pass_messages(p, columns, placed, first=coll_nodes.height)
+        if passed is None:
             parts, message_nodes, boxes = plan_messages(p, first=coll_nodes.height)
             events = attach(p.events, placed.collectives(p.events), parts, boxes)
         else:
+            message_nodes = passed
             events = p.events.with_columns(placed.series())
     nodes = pl.concat([coll_nodes, message_nodes], how="diagonal").sort("node")
     late = _late(p, events)
@@ -111,13 +113,15 @@ def needs(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
     if short.is_empty():
         return nodes.with_columns(need=pl.col("members"), passed=pl.lit(0, pl.Int32))
     passed = passed_members(p, short).group_by("node").agg(passed=pl.len().cast(pl.Int32))
-    return nodes.join(passed, on="node", how="left").with_columns(
-        pl.col("passed").fill_null(0)
-    ).with_columns(
-        need=pl.when(pl.col("present") + pl.col("passed") >= pl.col("members"))
-        .then("present")
-        .otherwise(-1)
-        .cast(pl.Int32)
+    return (
+        nodes.join(passed, on="node", how="left")
+        .with_columns(pl.col("passed").fill_null(0))
+        .with_columns(
+            need=pl.when(pl.col("present") + pl.col("passed") >= pl.col("members"))
+            .then("present")
+            .otherwise(-1)
+            .cast(pl.Int32)
+        )
     )
 
 
@@ -170,7 +174,9 @@ def passed_members(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
         .select("node", "comm", "k")
         .join(w.lazy(), on="comm", how="inner")
         .filter(
-            ((pl.col("first") > pl.col("k")) | (pl.col("completed") >= pl.col("k"))).fill_null(False)
+            ((pl.col("first") > pl.col("k")) | (pl.col("completed") >= pl.col("k"))).fill_null(
+                False
+            )
         )
         .select("node", "rank")
         .collect()
@@ -209,5 +215,3 @@ def _late(p: Prepared, events: pl.DataFrame) -> pl.DataFrame:
         .sort("node", "rank")
         .collect()
     )
-
-

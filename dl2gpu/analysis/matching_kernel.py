@@ -54,12 +54,12 @@ def number(
     lo: Any, hi: Any, op: Any, comm: Any, r: Any, ordinal: Any, count: Any, count_out: Any,
     missing: Any, lost: Any, size: Any, nccl: Any,
     owner: Any, seen: Any, last: Any, times: Any,
-    k: Any, copy: Any, alone: Any, low: Any, high: Any, top: Any,
+    k: Any, copy: Any, alone: Any, low: Any, high: Any,
 ) -> Any:  # fmt: skip
     """Numbers the collectives of the rows lo..hi; returns the largest repetition of a number.
 
     ``k`` int64[n] ordinal or NULL, ``copy`` int32[n] how often the rank used the number just
-    before, ``alone`` bool[n]; ``low``/``high`` int64[comms] range of ordinals, ``top`` unused.
+    before, ``alone`` bool[n]; ``low``/``high`` int64[comms] range of ordinals.
     ``owner``, ``seen``, ``last``, ``times`` int64[comms] are scratch; owner starts at -1.
     """
     most = 0
@@ -98,16 +98,13 @@ def number(
             last[c] = number_
             times[c] = 0
         copy[e] = times[c]
-        if times[c] > most:
-            most = times[c]
-        if number_ < low[c]:
-            low[c] = number_
-        if number_ > high[c]:
-            high[c] = number_
+        most = max(most, times[c])
+        low[c] = min(low[c], number_)
+        high[c] = max(high[c], number_)
     return most
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(inline="always")
 def _differ(first: Any, v: Any, value: Any, bits: Any, bit: Any) -> Any:
     """Compares a value with the first one known at node v; unknown agrees with everything."""
     if value < 0:
@@ -172,7 +169,9 @@ def fold(
 
 
 @_JIT
-def roles(lo: Any, hi: Any, op: Any, rank: Any, root: Any, node: Any, f_root: Any, role: Any) -> Any:
+def roles(
+    lo: Any, hi: Any, op: Any, rank: Any, root: Any, node: Any, f_root: Any, role: Any
+) -> Any:
     """``role`` int8[n]: 1 member, 2 root, for the collectives of the rows lo..hi."""
     for e in range(lo, hi):
         o = op[e]
@@ -187,7 +186,7 @@ def roles(lo: Any, hi: Any, op: Any, rank: Any, root: Any, node: Any, f_root: An
                 role[e] = 2
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(inline="always")
 def _mixed(a: Any, b: Any, c: Any, d: Any) -> Any:
     h = np.uint64(a) * np.uint64(0x9E3779B97F4A7C15)
     h ^= np.uint64(b) * np.uint64(0xC2B2AE3D27D4EB4F) + (h >> np.uint64(29))
@@ -204,8 +203,9 @@ def channels(
 ) -> Any:  # fmt: skip
     """Channel of each part of the point-to-point rows: int32[2, n], -1 none, -2 unknown peer.
 
-    All arrays are those of the point-to-point rows only. Also (comm, src, dst, tag, job) of the channels in order of first sight. Rows without a
-    communicator use -1 - job, so that jobs stay apart.
+    All arrays are those of the point-to-point rows only. Also (comm, src, dst, tag, job) of the
+    channels in order of first sight. Rows without a communicator use -1 - job, so that jobs stay
+    apart.
     """
     n = len(op)
     table_size = 16

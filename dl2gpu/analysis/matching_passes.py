@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -100,7 +101,7 @@ def shares(p: Prepared) -> list[tuple[int, int]]:
     wanted = job[np.linspace(0, n - 1, parts + 1).astype(np.int64)[1:-1]]
     cuts = np.unique(np.searchsorted(job, wanted))
     edges = [0, *[int(c) for c in cuts if 0 < c < n], n]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 def over_jobs(p: Prepared, call: Callable[[int, int], Any]) -> list[Any]:
@@ -145,7 +146,7 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
         p,
         lambda lo, hi: kernel.number(
             lo, hi, op, comm, r, ordinal, count, count_out, missing, lost, size, nccl,
-            owner, seen, last, times, out.k, copy, out.alone, low, high, high,
+            owner, seen, last, times, out.k, copy, out.alone, low, high,
         ),
     )  # fmt: skip
     copies = max(most, default=0) + 1
@@ -316,4 +317,3 @@ def _receiving(
     out_count[given] = count_out[given]
     out_bytes[given] = np.where(known, count_out[given] * width, -1)
     return out_bytes, out_count
-

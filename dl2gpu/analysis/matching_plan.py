@@ -58,11 +58,12 @@ def plan_collectives(p: Prepared) -> tuple[pl.DataFrame, pl.DataFrame]:
         coll = coll.with_columns(
             k=pl.when("by_source").then("ordinal").when(counts).then(pl.Series(nth))
         )
-    coll = coll.with_columns(
-        alone=(pl.col("size") == 1) | pl.col("empty") | pl.col("k").is_null()
-    )
+    coll = coll.with_columns(alone=(pl.col("size") == 1) | pl.col("empty") | pl.col("k").is_null())
     repeated = repeats_along(
-        coll["r"].to_numpy(), coll["comm"].to_numpy(), coll["k"].fill_null(-1).to_numpy(), p.comms.height
+        coll["r"].to_numpy(),
+        coll["comm"].to_numpy(),
+        coll["k"].fill_null(-1).to_numpy(),
+        p.comms.height,
     )
     copies = int(repeated.max(initial=0)) + 1
     width = about["high"].fill_null(0) - about["low"].fill_null(0) + 1
@@ -80,7 +81,12 @@ def plan_collectives(p: Prepared) -> tuple[pl.DataFrame, pl.DataFrame]:
     nodes = nodes.sort("comm", "k", *names).with_row_index("node")
     events = (
         coll.lazy()
-        .join(nodes.lazy().select(*names, "node", top="root"), on=names, how="left", maintain_order="left")
+        .join(
+            nodes.lazy().select(*names, "node", top="root"),
+            on=names,
+            how="left",
+            maintain_order="left",
+        )
         .select(
             "i",
             node=pl.when(~pl.col("alone")).then("node").cast(pl.Int32),
@@ -152,7 +158,19 @@ def _message_parts(p: Prepared) -> pl.LazyFrame:
         .with_columns(pl.col("comm").fill_null(-1))
     )
     op = pl.col("op")
-    common = ["i", "r", "job", "comm", "done", "semantics", "lossy", "bytes", "count", "dtype", "send_mode"]
+    common = [
+        "i",
+        "r",
+        "job",
+        "comm",
+        "done",
+        "semantics",
+        "lossy",
+        "bytes",
+        "count",
+        "dtype",
+        "send_mode",
+    ]
     here = pl.col("rank")
     sends = p2p.filter((op == OP["send"]) | (op == OP["sendrecv"])).select(
         *common, src=here, dst=pl.col("peer"), tag=pl.col("tag"), role=pl.lit(ROLE["send"], pl.Int8)
@@ -192,20 +210,26 @@ def _message_parts(p: Prepared) -> pl.LazyFrame:
 _CHANNEL: Final = ["job", "comm", "src", "dst", "tag"]
 
 
-def plan_messages(
-    p: Prepared, first: int
-) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+def plan_messages(p: Prepared, first: int) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     """(parts: i, node, role, alone, k), the node table of messages, and mailboxes (i, box)."""
     parts = _message_parts(p).collect()
     no_boxes = pl.DataFrame(schema={"i": pl.UInt32, "box": pl.Int32})
     if parts.is_empty():
-        part_schema = {"i": pl.UInt32, "node": pl.Int32, "role": pl.Int8, "alone": pl.Boolean, "k": pl.Int64}
+        part_schema = {
+            "i": pl.UInt32,
+            "node": pl.Int32,
+            "role": pl.Int8,
+            "alone": pl.Boolean,
+            "k": pl.Int64,
+        }
         return pl.DataFrame(schema=part_schema), no_nodes(), no_boxes
     # a peer that the source does not know: nothing can be claimed about the message
     unknown = parts.filter(pl.col("src").is_null() | pl.col("dst").is_null())
     parts = parts.filter(pl.col("src").is_not_null() & pl.col("dst").is_not_null())
     wild = (
-        parts.filter((pl.col("src") == ANY) | (pl.col("tag") == ANY)).select("job", "comm", "dst").unique()
+        parts.filter((pl.col("src") == ANY) | (pl.col("tag") == ANY))
+        .select("job", "comm", "dst")
+        .unique()
     )
     if wild.height:
         wild = wild.sort("job", "comm", "dst").with_row_index("box")
@@ -286,7 +310,9 @@ def attach(
     if sendrecv.height:
         halves = parts.join(sendrecv, on="i", how="semi")
         second = halves.filter(pl.col("role") == ROLE["recv"]).select("i", node2="node")
-        parts = parts.join(halves.filter(pl.col("role") == ROLE["recv"]), on=["i", "role"], how="anti")
+        parts = parts.join(
+            halves.filter(pl.col("role") == ROLE["recv"]), on=["i", "role"], how="anti"
+        )
     else:
         second = pl.DataFrame(schema={"i": pl.UInt32, "node2": pl.Int32})
     placed = pl.concat([collectives.select("i", "node", "role", "alone", "k"), parts])
@@ -312,4 +338,3 @@ def attach(
         pl.col("role").fill_null(ROLE["none"]),
         pl.col("alone").fill_null(False),
     ).collect()
-

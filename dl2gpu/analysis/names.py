@@ -40,7 +40,9 @@ class Names:
         """The values of an event column as a NumPy array; nulls are -1."""
         if name not in self._columns:
             series = self._m.events[name]
-            self._columns[name] = series.fill_null(-1).to_numpy() if series.null_count() else series.to_numpy()
+            self._columns[name] = (
+                series.fill_null(-1).to_numpy() if series.null_count() else series.to_numpy()
+            )
         return self._columns[name]
 
     @cached_property
@@ -58,7 +60,9 @@ class Names:
         out = []
         for ident, name, desc in comms.select("id", "name", "desc").iter_rows():
             text = desc if desc and desc != "undefined" else (name or ident or "")
-            out.append(re.sub(r"\d+", "", text) if not re.fullmatch(r"[0-9a-f]{8,}|\d+", text) else "")
+            out.append(
+                re.sub(r"\d+", "", text) if not re.fullmatch(r"[0-9a-f]{8,}|\d+", text) else ""
+            )
         return out
 
     @cached_property

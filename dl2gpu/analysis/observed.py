@@ -13,9 +13,9 @@ import polars as pl
 
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.matching import Matching
-from dl2gpu.analysis.tables import KIND
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Fixpoint, Program
+from dl2gpu.analysis.tables import KIND
 
 __all__ = ["clock", "snapshot", "stale_ranks", "standstill", "went_on"]
 
@@ -31,7 +31,10 @@ def stale_ranks(p: Program) -> dict[int, set[int]]:
     m = p.matching
     prepared = m.prepared
     ahead = m.nodes.filter(
-        (pl.col("finished") > 0) & (pl.col("need") < 0) & (pl.col("kind") == KIND["synchronising"]) & ~pl.col("blocks")
+        (pl.col("finished") > 0)
+        & (pl.col("need") < 0)
+        & (pl.col("kind") == KIND["synchronising"])
+        & ~pl.col("blocks")
     )
     out: dict[int, set[int]] = {}
     if ahead.height:
@@ -97,7 +100,9 @@ def went_on(p: Program, job: int, absent: set[int], here: list[int]) -> bool:
         return False
     ranks = {int(r) for r in waiting["rank"]}
     comms = p.matching.prepared.comms
-    for members in comms.filter(pl.col("comm").is_in(own["comm"].drop_nulls().unique().to_list()))["ranks"]:
+    for members in comms.filter(pl.col("comm").is_in(own["comm"].drop_nulls().unique().to_list()))[
+        "ranks"
+    ]:
         if ranks & set(members):
             return False
     return True
@@ -141,7 +146,9 @@ def standstill(
     lead[unit[head & in_unit]] = True
     head |= in_unit & lead[unit] & ~done
     head |= (queue < 0) & pending
-    named = m.events.select("i", "job", "rank", "node").filter(pl.Series(head & pending) & (pl.col("node") >= 0))
+    named = m.events.select("i", "job", "rank", "node").filter(
+        pl.Series(head & pending) & (pl.col("node") >= 0)
+    )
     per_node = named.group_by("node").agg(standing=pl.len(), ranks=pl.col("rank").unique().sort())
     nodes = (
         m.nodes.join(per_node, on="node")
@@ -155,17 +162,27 @@ def standstill(
         old = stale.get(job, set())
         mine = nodes.filter(pl.col("job") == job)
         split = mine.filter((pl.col("finished") > 0) | (pl.col("passed") > 0))
-        held = set(split["ranks"].explode(empty_as_null=False).to_list()) - old if split.height else set()
+        held = (
+            set(split["ranks"].explode(empty_as_null=False).to_list()) - old
+            if split.height
+            else set()
+        )
         if held and job not in certain:
             at = _events_at(p, split["node"].to_list(), head & pending)
-            out.append(
-                _device(p, names, job, held, [e for e in at if int(p.rank_of[e]) in held], fix)
-            )
+            out.append(_device(p, names, job, held, [e for e in at if int(p.rank_of[e]) in held]))
             continue
         if job in explained:
             continue
-        whole = mine.filter((pl.col("finished") == 0) & (pl.col("passed") == 0) & (pl.col("standing") >= pl.col("present")))
-        at = [e for e in _events_at(p, whole["node"].to_list(), head & pending) if int(p.rank_of[e]) not in old]
+        whole = mine.filter(
+            (pl.col("finished") == 0)
+            & (pl.col("passed") == 0)
+            & (pl.col("standing") >= pl.col("present"))
+        )
+        at = [
+            e
+            for e in _events_at(p, whole["node"].to_list(), head & pending)
+            if int(p.rank_of[e]) not in old
+        ]
         if not at or (old and mine.height):
             continue
         ranks = tuple(sorted({int(p.rank_of[e]) for e in at}))
@@ -193,9 +210,7 @@ def _events_at(p: Program, nodes: list[int], mask: Array) -> list[int]:
     return sorted(out)
 
 
-def _device(
-    p: Program, names: Names, job: int, held: set[int], at: list[int], fix: Fixpoint
-) -> Finding:
+def _device(p: Program, names: Names, job: int, held: set[int], at: list[int]) -> Finding:
     present = p.matching.prepared.ranks.filter(pl.col("job") == job)["rank"].to_list()
     return Finding(
         job=job,
@@ -225,7 +240,11 @@ def clock(m: Matching, jobs: list[int]) -> dict[int, tuple[int | None, float | N
     )
     ends = m.prepared.ranks.group_by("job").agg(last=pl.col("t_last").max(), n=pl.len())
     out: dict[int, tuple[int | None, float | None]] = {}
-    joined = m.prepared.jobs.select("job", "world").join(times, on="job").join(ends, on="job", how="left")
+    joined = (
+        m.prepared.jobs.select("job", "world")
+        .join(times, on="job")
+        .join(ends, on="job", how="left")
+    )
     for job, world, done, created, last, n in joined.iter_rows():
         stopped = max((t for t in (done, created) if t is not None), default=None)
         hours = None
@@ -233,4 +252,3 @@ def clock(m: Matching, jobs: list[int]) -> dict[int, tuple[int | None, float | N
             hours = round((last - stopped) / 3.6e12 * (world or n), 3)
         out[job] = (stopped, hours)
     return out
-

@@ -145,7 +145,8 @@ def build(m: Matching) -> Program:
         any_mode = (_codes(e["mode"], null=0) != MODE["all"]) & is_wait
         wait_left[any_mode] = np.minimum(wait_left[any_mode], 1)
         wait_kind[is_wait] = 1
-        wait_kind[is_wait & (stream < 0) & _waits_for_all(e)] = 2
+        # an empty list on a host wait that does not block waits for nothing
+        wait_kind[is_wait & (stream < 0) & _waits_for_all(e) & _flags(e["blocking"])] = 2
     else:
         waits = _no_pairs()
         dep_start, dep_wait = np.zeros(n + 1, np.int32), np.zeros(0, np.int32)
@@ -337,7 +338,9 @@ def run(
         done = done | k["passed"]
     wait_left = k["wait_left"].copy()
     eager = _eager(p, scenario)
-    scratch = replay_kernel.scratch(n, len(lay.lane_first), len(lay.queue_first), len(lay.unit_first), len(k["node_kind"]))
+    scratch = replay_kernel.scratch(
+        n, len(lay.lane_first), len(lay.queue_first), len(lay.unit_first), len(k["node_kind"])
+    )
 
     def work(part: Array) -> None:
         replay_kernel.run(
@@ -398,6 +401,3 @@ def replay(trace: Any, matching: Matching, scenario: Scenario | None = None) -> 
         started=pl.Series(fix.started),
         completed=pl.Series(fix.completed),
     )
-
-
-

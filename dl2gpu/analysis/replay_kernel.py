@@ -27,7 +27,9 @@ _JIT: Any = njit(cache=True, nogil=True)
 
 
 @_JIT
-def index_program(r: Any, lane: Any, stream: Any, group: Any, order: Any, n_lanes: Any, n_strings: Any) -> Any:
+def index_program(
+    r: Any, lane: Any, stream: Any, group: Any, order: Any, n_lanes: Any, n_strings: Any
+) -> Any:
     """Lanes, queues and batches of events sorted by (rank row, position).
 
     Args:
@@ -256,7 +258,7 @@ def scratch(n: int, lanes: int, queues: int, units: int, nodes: int) -> tuple[An
     )
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(inline="always")
 def _satisfy(sats: Any, n: Any, satisfied: Any, part: Any) -> Any:
     """Puts a part on the stack of satisfied parts, once. ``part``: 4 event + 2 layer + half."""
     e = part >> 2
@@ -374,7 +376,11 @@ def run(
                     outstanding[lane] -= 1
                 at = lane_at[lane]
                 if at >= 0 and not waiting[lane]:
-                    if at == e or unit_of[e] >= 0 or (wait_kind[at] == 2 and outstanding[lane] <= 0):
+                    if (
+                        at == e
+                        or unit_of[e] >= 0
+                        or (wait_kind[at] == 2 and outstanding[lane] <= 0)
+                    ):
                         agents[n_agent] = lane
                         waiting[lane] = True
                         n_agent += 1

@@ -54,9 +54,7 @@ class _Reach:
         self.g = g
         n = g.size
         self._n = n
-        self.back = csr_matrix(
-            (np.ones(len(g.src), np.int8), (g.dst, g.src)), shape=(n, n)
-        )
+        self.back = csr_matrix((np.ones(len(g.src), np.int8), (g.dst, g.src)), shape=(n, n))
         self.forth = csr_matrix((np.ones(len(g.src), np.int8), (g.src, g.dst)), shape=(n, n))
 
     def _from(self, matrix: Any, seeds: Array) -> Array:
@@ -102,6 +100,12 @@ def _earliest(nodes: pl.DataFrame, disagree: Array) -> Array:
     return lead["node"].to_numpy().astype(np.int64)
 
 
+def _stands_at(g: Graph, place: int) -> int:
+    """The event at which a place stands."""
+    at = g.fix.lane_at[place] if place < g.queue0 else g.fix.queue_at[place - g.queue0]
+    return int(at)
+
+
 def find_causes(g: Graph) -> list[Cause]:
     """All causes in the graph of a shard, sorted by job."""
     if not g.stuck.any():
@@ -124,9 +128,7 @@ def find_causes(g: Graph) -> list[Cause]:
         lead = reach.into(vertices)
         rows = place_ranks(g, lead)
         rows = rows[rank_job[rows] == job]
-        causes.append(
-            Cause(job, kind, vertices, nodes, absent, numbers(rows), inferred, events)
-        )
+        causes.append(Cause(job, kind, vertices, nodes, absent, numbers(rows), inferred, events))
 
     open_node = g.stuck[g.node0 : g.rank0]
     rooted = np.zeros(g.size, np.bool_)
@@ -140,47 +142,44 @@ def find_causes(g: Graph) -> list[Cause]:
 
     # --- ranks that have ended, ranks without a record, ranks that came too late
     for kind in ("finished", "no_record", "late"):
-        fate = FATE[kind]
-        rows = g.absent.filter(pl.col("fate") == fate)
-        if rows.is_empty():
+        lacking = g.absent.filter(pl.col("fate") == FATE[kind])
+        if lacking.is_empty():
             continue
-        sets = rows.group_by("node").agg(pl.col("rank").sort()).sort("node")
+        sets = lacking.group_by("node").agg(pl.col("rank").sort()).sort("node")
         groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for v, absent in sets.iter_rows():
             groups.setdefault((int(node_job[v]), tuple(absent)), []).append(v)
             rooted[g.node0 + v] = True
-        for (job, absent), nodes in sorted(groups.items()):
-            at = np.array(nodes)
+        for (job, ranks_), members in sorted(groups.items()):
+            at = np.array(members)
             name = "ended" if kind == "finished" else kind
-            add(job, name, g.node0 + at, at, absent, False)
+            add(job, name, g.node0 + at, at, ranks_, False)
 
     # --- wildcard receives that nobody who is left can answer
-    over = (g.dst >= g.rank0) & (g.src < g.node0)
-    over &= g.fate[np.maximum(g.dst - g.rank0, 0)] == FATE["finished"]
-    for job in np.unique(rank_job[g.dst[over] - g.rank0]):
-        mine = over & (rank_job[np.maximum(g.dst - g.rank0, 0)] == job)
-        rows = np.unique(g.dst[mine] - g.rank0)
+    target = np.maximum(g.dst - g.rank0, 0)
+    over = (g.dst >= g.rank0) & (g.src < g.node0) & (g.fate[target] == FATE["finished"])
+    for j in np.unique(rank_job[target[over]]):
+        mine = over & (rank_job[target] == j)
+        rows = np.unique(target[mine])
         rooted[g.rank0 + rows] = True
-        places = np.unique(g.src[mine])
-        at = np.where(
-            places < g.queue0,
-            g.fix.lane_at[np.minimum(places, g.queue0 - 1)],
-            g.fix.queue_at[np.maximum(places - g.queue0, 0)] if g.node0 > g.queue0 else -1,
-        )
-        events = tuple(sorted(int(e) for e in at))
-        add(int(job), "ended", g.rank0 + rows, np.zeros(0, np.int64), numbers(rows), False, events)
+        stands = tuple(sorted({_stands_at(g, int(v)) for v in np.unique(g.src[mine])}))
+        none = np.zeros(0, np.int64)
+        add(int(j), "ended", g.rank0 + rows, none, numbers(rows), False, stands)
 
     # --- ranks that died, ranks that are alive and free
     into = np.bincount(g.dst, minlength=g.size)[g.rank0 :]
     out = np.bincount(g.src, minlength=g.size)[g.rank0 :]
-    waiting_nodes = g.absent.select("node", "r")
+    waited = g.absent.select("node", "r")
     for kind, fate in (("dead", FATE["dead"]), ("free", FATE["free"])):
         rows = np.flatnonzero((into > 0) & (out == 0) & (g.fate == fate))
-        for job in np.unique(rank_job[rows]):
-            mine = rows[rank_job[rows] == job]
-            rooted[g.rank0 + mine] = True
-            nodes = waiting_nodes.filter(pl.col("r").is_in(mine.astype(np.int64)))["node"].unique().sort()
-            add(int(job), kind, g.rank0 + mine, nodes.to_numpy().astype(np.int64), numbers(mine), False)
+        for j in np.unique(rank_job[rows]):
+            own = rows[rank_job[rows] == j]
+            rooted[g.rank0 + own] = True
+            at = (
+                waited.filter(pl.col("r").is_in(own.astype(np.int64).tolist()))["node"]
+                .unique().sort().to_numpy().astype(np.int64)
+            )  # fmt: skip
+            add(int(j), kind, g.rank0 + own, at, numbers(own), False)
 
     # --- cycles
     label, circular = components(g, with_inferred=True)
@@ -195,6 +194,6 @@ def find_causes(g: Graph) -> list[Cause]:
         mask = np.zeros(g.size, np.bool_)
         mask[vertices] = True
         rows = place_ranks(g, mask)
-        nodes = vertices[(vertices >= g.node0) & (vertices < g.rank0)] - g.node0
-        add(int(rank_job[rows[0]]), "cycle", vertices, nodes, numbers(rows), not certain)
+        at = vertices[(vertices >= g.node0) & (vertices < g.rank0)] - g.node0
+        add(int(rank_job[rows[0]]), "cycle", vertices, at, numbers(rows), not certain)
     return sorted(causes, key=lambda c: (c.job, c.kind, c.ranks, tuple(c.nodes.tolist())))

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis.finding import Finding
-from dl2gpu.analysis.tables import ROLE
 from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, run
 from dl2gpu.analysis.roots import Cause
+from dl2gpu.analysis.tables import ROLE
 from dl2gpu.analysis.waitfor import Graph
 from dl2gpu.trace.schema import EXIT
 
@@ -72,9 +72,8 @@ def smallest_safe_buffer(p: Program, job: int, early_release: bool) -> int | Non
     """
     lo, hi = p.job_event[job], p.job_event[job + 1]
     events = p.matching.events[int(lo) : int(hi)]
-    sizes = events.filter(pl.Series(p.kernel["role"][lo:hi] == ROLE["send"]))["bytes"]
-    sizes = sizes.drop_nulls().unique().sort().to_numpy()
-    sizes = sizes[sizes > 0]
+    sends = events.filter(pl.Series(p.kernel["role"][lo:hi] == ROLE["send"]))["bytes"]
+    sizes = sends.filter(sends > 0).unique().sort().to_numpy()
     if not len(sizes) or not runs(p, job, int(sizes[-1]), early_release):
         return None
     low, high = 0, len(sizes) - 1
@@ -100,7 +99,9 @@ def only_unbuffered(p: Program, f: Finding) -> Finding:
     """The finding where it holds only under rendezvous (or without early release)."""
     if f.kind in ("unmatched_p2p", "mismatch"):
         # wrong under any reading; whether it stops the job depends on the buffers
-        return replace(f, deadlocked=None, condition="stops the job only where the send is not buffered")
+        return replace(
+            f, deadlocked=None, condition="stops the job only where the send is not buffered"
+        )
     if f.kind not in ("cycle", "order_inversion", "init_cycle", "missing_participant"):
         return f
     early = "while nobody may leave a rooted collective early"
@@ -175,4 +176,3 @@ def plausible(p: Program, calm: Array) -> Iterator[tuple[Scenario, str, Array]]:
             "only if a wildcard receive takes another message that fits",
             wild,
         )
-

@@ -93,9 +93,7 @@ def compare_collectives(coll: pl.DataFrame, key: list[str]) -> pl.DataFrame:
     )
     suspects = nodes.filter(pl.col("low") != pl.col("high")).select(key)
     if suspects.is_empty():
-        return nodes.drop("low", "high").with_columns(
-            blocks=pl.lit(False), differs=pl.lit(False)
-        )
+        return nodes.drop("low", "high").with_columns(blocks=pl.lit(False), differs=pl.lit(False))
     aspects = (
         lazy.join(suspects.lazy(), on=key, how="semi")
         .group_by(key)
@@ -162,4 +160,3 @@ def compare_messages(parts: pl.DataFrame) -> pl.DataFrame:
         | pl.col("dtypes")
         | (pl.col("tags") & (pl.col("semantics") == NCCL_LIKE)),
     ).collect()  # fmt: skip
-

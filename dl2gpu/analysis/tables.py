@@ -93,9 +93,7 @@ def prepare(trace: Trace) -> Prepared:
     comms, events = _finalize_comms(trace, events)
 
     jobs = conform(trace.jobs, "jobs").join(_job_facts(events), on="job", how="left").sort("job")
-    semantics = pl.Series(
-        "semantics", [backend_class(b) for b in jobs["backend"]], dtype=pl.Int8
-    )
+    semantics = pl.Series("semantics", [backend_class(b) for b in jobs["backend"]], dtype=pl.Int8)
     members = comms.group_by("job").agg(
         member_max=pl.col("ranks").list.max().max(),
     )
@@ -187,7 +185,13 @@ def _finalize_comms(trace: Trace, events: pl.DataFrame) -> tuple[pl.DataFrame, p
     for k, job in enumerate(ends):
         size = world.get(job) or seen[job] + 1
         rows.append(
-            {"comm": n + k, "job": job, "id": "(whole job)", "ranks": list(range(size)), "size": size}
+            {
+                "comm": n + k,
+                "job": job,
+                "id": "(whole job)",
+                "ranks": list(range(size)),
+                "size": size,
+            }
         )
     added = pl.DataFrame(rows, schema_overrides=comms.schema)
     comms = pl.concat([comms, added], how="diagonal")
@@ -222,7 +226,9 @@ def _facts(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> pl.
             done=pl.lit(False), doubted=pl.lit(False), passed=pl.Series(passed)
         )
     # late completions are rare: find them on their own, the rest needs no look at the job's times
-    slow = (pl.col("t_completed") - pl.coalesce("t_started", "t_created") > LATE_NS).fill_null(False)
+    slow = (pl.col("t_completed") - pl.coalesce("t_started", "t_created") > LATE_NS).fill_null(
+        False
+    )
     late = (
         events.lazy()
         .filter(completed & slow)
@@ -262,11 +268,17 @@ def _passed(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> np
     if wait.any():
         everything = wait & host & (events["requests"].list.len().fill_null(0) == 0).to_numpy()
     return passed_by_host(
-        events["r"].to_numpy(), events["lane"].to_numpy(), prefix, host & (blocking | wait), everything
+        events["r"].to_numpy(),
+        events["lane"].to_numpy(),
+        prefix,
+        host & (blocking | wait),
+        everything,
     )
 
 
-def _per_event(events: pl.DataFrame, of_job: pl.Series) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _per_event(
+    events: pl.DataFrame, of_job: pl.Series
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """A column of the jobs table (sorted by job) for each event."""
     return of_job.to_numpy().astype(np.bool_)[events["job"].to_numpy()]
 
@@ -279,5 +291,3 @@ def is_collective(op: pl.Expr) -> pl.Expr:
 def is_unknown(op: pl.Expr) -> pl.Expr:
     """Operations outside the catalogue, kept by name and treated as synchronising."""
     return op >= OP_OTHER
-
-

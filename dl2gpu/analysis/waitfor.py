@@ -24,15 +24,23 @@ import polars as pl
 
 from dl2gpu.analysis import replay_kernel
 from dl2gpu.analysis.matching import passed_members
-from dl2gpu.analysis.tables import KIND, ROLE
 from dl2gpu.analysis.replay import Fixpoint, Program
+from dl2gpu.analysis.tables import KIND, ROLE
 from dl2gpu.trace.schema import ANY, EXIT, MODE
 
 __all__ = ["FATE", "Graph", "build_graph", "components"]
 
 Array = npt.NDArray[Any]
 
-FATE: Final = {"present": 0, "finished": 1, "dead": 2, "free": 3, "blocked": 4, "no_record": 5, "late": 6}
+FATE: Final = {
+    "present": 0,
+    "finished": 1,
+    "dead": 2,
+    "free": 3,
+    "blocked": 4,
+    "no_record": 5,
+    "late": 6,
+}
 """What a rank is doing whose operation a node lacks."""
 
 
@@ -121,7 +129,7 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
     edges.append((owner[on_queue], queue0 + lay.queue_of[event[on_queue]]))
     owner, event = owner[~on_queue], event[~on_queue]
     # a batch is waited for as a whole: all its members' nodes
-    owner, event = _with_batch(p, fix, owner, event)
+    owner, event = _with_batch(fix, owner, event)
     open_event = ~fix.completed[event]
     owner, event = owner[open_event], event[open_event]
     not_started = ~fix.started[event]
@@ -148,7 +156,7 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
     if fix.scenario.atomic_batch:
         # a node whose parts have all come is held back by the other nodes of their batches
         there = fix.started[x] & ~fix.completed[x] & (lay.unit_of[x] >= 0)
-        v_in, other = _with_batch(p, fix, v[there], x[there])
+        v_in, other = _with_batch(fix, v[there], x[there])
         for name in ("node1", "node2"):
             node = k[name][other]
             has = (node >= 0) & ~fix.completed[other] & (node != v_in)
@@ -158,7 +166,10 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
     absent, fate = _absent(p, fix, nodes, lane_stuck, queue_stuck)
     follow = absent.filter(pl.col("fate").is_in([FATE["free"], FATE["blocked"], FATE["dead"]]))
     edges.append(
-        (node0 + follow["node"].to_numpy().astype(np.int64), rank0 + follow["r"].to_numpy().astype(np.int64))
+        (
+            node0 + follow["node"].to_numpy().astype(np.int64),
+            rank0 + follow["r"].to_numpy().astype(np.int64),
+        )
     )
     # a rank that is blocked: its host lanes stand
     blocked = fate[lay.lane_rank[lane_stuck]] == FATE["blocked"]
@@ -167,7 +178,7 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
 
     # --- wildcard receives: whoever could still send
     either = np.zeros(size, np.bool_)
-    _wildcards(p, fix, edges, either, place, stands, node0, rank0)
+    _wildcards(p, fix, edges, either, place, stands, rank0)
     any_wait = k["wait_kind"][stands] > 0
     mode = m.events["mode"].fill_null(0).to_numpy()[stands[any_wait]]
     either[place[any_wait][mode != MODE["all"]]] = True
@@ -175,7 +186,7 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
     src = np.concatenate([a for a, _ in edges]).astype(np.int64)
     dst = np.concatenate([b for _, b in edges]).astype(np.int64)
     # --- a host that is free but has device work pending may be blocked on it: inferred
-    silent = _silent_hosts(p, lay, fate)
+    silent = _silent_hosts(p, fate)
     queues = np.flatnonzero(queue_stuck & silent[lay.queue_rank])
     more_src, more_dst = rank0 + lay.queue_rank[queues].astype(np.int64), queue0 + queues
     inferred = np.concatenate([np.zeros(len(src), bool), np.ones(len(queues), bool)])
@@ -210,13 +221,15 @@ def _wait_targets(p: Program, fix: Fixpoint, waits: Array, places: Array) -> tup
     return out_place.astype(np.int64), out_event.astype(np.int64)
 
 
-def _with_batch(p: Program, fix: Fixpoint, owner: Array, event: Array) -> tuple[Array, Array]:
+def _with_batch(fix: Fixpoint, owner: Array, event: Array) -> tuple[Array, Array]:
     """Each event with all members of its batch."""
     unit = fix.layout.unit_of[event]
     in_unit = unit >= 0
     if not in_unit.any():
         return owner, event
-    start, item = replay_kernel.bucket(fix.layout.unit_of.astype(np.int64), len(fix.layout.unit_first))
+    start, item = replay_kernel.bucket(
+        fix.layout.unit_of.astype(np.int64), len(fix.layout.unit_first)
+    )
     pairs = np.unique(np.stack([owner[in_unit], unit[in_unit]]), axis=1)
     width = start[pairs[1] + 1] - start[pairs[1]]
     owners = np.repeat(pairs[0], width)
@@ -248,7 +261,9 @@ def _absent(
         .explode("rank", empty_as_null=False)
         .select("node", "job", "rank")
     )
-    present = p.matching.events.filter(pl.col("node").is_in(collective["node"])).select("node", "rank")
+    present = p.matching.events.filter(pl.col("node").is_in(collective["node"])).select(
+        "node", "rank"
+    )
     passed = passed_members(prepared, collective).cast({"node": pl.Int32})
     members = members.join(present, on=["node", "rank"], how="anti").join(
         passed, on=["node", "rank"], how="anti"
@@ -259,20 +274,20 @@ def _absent(
     out = (
         pl.concat([members, message])
         .join(p.matching.late, on="node", how="anti")
-        .join(ranks.select("job", "rank", pl.col("r").cast(pl.Int64)), on=["job", "rank"], how="left")
+        .join(
+            ranks.select("job", "rank", pl.col("r").cast(pl.Int64)), on=["job", "rank"], how="left"
+        )
         .select("node", "rank", "r")
     )
     known = out["r"].fill_null(0).to_numpy()
     late = p.matching.late.filter(pl.col("node").is_in(nodes)).select(
         "node", "rank", r=pl.lit(None, pl.Int64), fate=pl.lit(FATE["late"], pl.Int8)
     )
-    found = (
-        out.with_columns(
-            fate=pl.when(pl.col("r").is_null())
-            .then(FATE["no_record"])
-            .otherwise(pl.Series(fate[known] if len(fate) else np.zeros(len(known), np.int8)))
-            .cast(pl.Int8)
-        )
+    found = out.with_columns(
+        fate=pl.when(pl.col("r").is_null())
+        .then(FATE["no_record"])
+        .otherwise(pl.Series(fate[known] if len(fate) else np.zeros(len(known), np.int8)))
+        .cast(pl.Int8)
     )
     return pl.concat([found, late]).sort("node", "rank"), fate
 
@@ -306,17 +321,18 @@ def rank_fates(p: Program, fix: Fixpoint, lane_stuck: Array, queue_stuck: Array)
     return fate
 
 
-def _silent_hosts(p: Program, lay: Any, fate: Array) -> Array:
+def _silent_hosts(p: Program, fate: Array) -> Array:
     """bool[ranks]: free at the end of the record, and the record shows no host waits at all."""
     waits = np.zeros(len(fate), np.bool_)
     host = p.kernel["host_blocks"] & (p.stream < 0)
     waits[p.r[host]] = True
-    return (fate == FATE["free"]) & ~waits
+    silent: Array = (fate == FATE["free"]) & ~waits
+    return silent
 
 
 def _wildcards(
     p: Program, fix: Fixpoint, edges: list[tuple[Array, Array]], either: Array,
-    place: Array, stands: Array, node0: int, rank0: int,
+    place: Array, stands: Array, rank0: int,
 ) -> None:  # fmt: skip
     """Edges of receives that were matched from a mailbox: any rank that could still send to them."""
     m = p.matching
@@ -354,7 +370,7 @@ def hopeful(g: Graph, with_inferred: bool) -> Array:
     src, dst = g.src[keep], g.dst[keep]
     out = np.bincount(src, minlength=g.size)
     hope = np.zeros(g.size, np.bool_)
-    hope[g.rank0:] = (g.fate == FATE["free"]) & (out[g.rank0:] == 0)
+    hope[g.rank0 :] = (g.fate == FATE["free"]) & (out[g.rank0 :] == 0)
     rooted = np.zeros(g.size, np.bool_)
     ends = g.absent.filter(
         pl.col("fate").is_in([FATE["finished"], FATE["no_record"], FATE["late"]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.names import Names
@@ -41,69 +41,106 @@ def _at(f: Finding) -> str:
     return "an operation"
 
 
-def summary_of(f: Finding, job: str) -> str:
+def summary_of(f: Finding) -> str:
     """The finding in one or two sentences."""
     who, others = ranks_text(f.culprits), ranks_text(f.victims)
+    gone = ranks_text(f.details.get("missing_ranks", f.culprits))
+    at = _at(f)
     if f.kind == "potential":
-        inner = f.details.get("kind", "cycle").replace("_", " ")
-        return f"Not stuck as recorded. {ranks_text(f.culprits)} could stop in a {inner} at {_at(f)}: {f.condition}."
-    if f.kind in ("cycle", "order_inversion", "init_cycle"):
+        inner = str(f.details.get("kind", "cycle")).replace("_", " ")
+        return f"Not stuck as recorded. {_start(who)} could stop ({inner}) at {at}: {f.condition}."
+    if f.kind in _CIRCLES:
         steps = [s for s in f.cycle if s["op"] != "wait"] or list(f.hangs_at)
-        what = "; ".join(
-            dict.fromkeys(f"rank {s['rank']} in {s['op']} of {s['comm']}" for s in steps[:4])
-        )
-        lead = {
-            "cycle": "Ranks wait for each other in a circle",
-            "order_inversion": "Ranks entered the same communicators in different orders and wait for each other",
-            "init_cycle": "Ranks wait for each other in the creation of communicators",
-        }[f.kind]
-        return f"{lead}: {what}."
+        seen = dict.fromkeys(f"rank {s['rank']} in {s['op']} of {s['comm']}" for s in steps)
+        more = f" and {len(seen) - 4} more" if len(seen) > 4 else ""
+        return f"{_CIRCLES[f.kind]}: {'; '.join(list(seen)[:4])}{more}."
     if f.kind == "mismatch":
-        classes = f.details.get("signatures", [])
-        sides = " against ".join(
-            f"{c['op']}" + (f" of {c['count']}" if "count" in c else "") + f" on {ranks_text(c['ranks'])}"
-            for c in classes[:3]
-        )
-        aspects = ", ".join(f.details.get("aspects", []))
+        sides = " against ".join(_side(c) for c in f.details.get("signatures", [])[:3])
+        aspects = ", ".join(f.details.get("aspects", [])) or "call"
         went = "" if f.deadlocked else " It went through, and the result is wrong."
         return f"At one position the ranks disagree ({aspects}): {sides}.{went}"
+    if f.kind == "missing_participant" and f.reason == "skipped_call":
+        return f"{_start(who if f.culprits else gone)} left out a call that the others made; it shows at {at}."
+    if f.kind == "missing_participant" and f.reason == "other_group":
+        return f"{_start(others)} wait at {at} for {gone}, at work in a group of their own."
     if f.kind == "missing_participant":
-        gone = ranks_text(f.details.get("missing_ranks", f.culprits))
-        if f.reason == "skipped_call":
-            return f"{who if f.culprits else gone} left out a call that the others made; it shows at {_at(f)}."
-        if f.reason == "other_group":
-            return f"{others} wait at {_at(f)} for {gone}, which go on in a group of their own."
-        return f"{others} wait at {_at(f)} for {gone}, which ended without it."
+        return f"{_start(others)} wait at {at} for {gone}, which ended without it."
     if f.kind == "unmatched_p2p":
-        return f"{_at(f)} has no partner."
+        return f"{_start(at)} has no partner."
     if f.kind == "crashed_rank":
-        return f"{who} died; {others} wait at {_at(f)}."
+        return f"{_start(who)} died; {others} wait at {at}."
+    if f.kind == "stalled_rank" and f.reason == "device":
+        return f"The device of {who} does not finish {at}, which others have completed."
     if f.kind == "stalled_rank":
-        if f.reason == "device":
-            return f"The device of {who} does not finish {_at(f)}, which others have completed."
-        return f"{who} is alive with nothing pending; {others} wait at {_at(f)}."
+        late = who if f.culprits else gone
+        return f"{_start(late)} is alive with nothing pending; {others} wait at {at}."
     if f.kind == "in_flight":
-        return f"All participants are present and agree at {_at(f)}, and it does not complete."
+        return f"All participants are present and agree at {at}, and it does not complete."
     if f.reason == "no_data":
-        gone = ranks_text(f.details.get("missing_ranks", ()))
-        return f"{others} wait at {_at(f)} for {gone}, of which there is no usable record."
-    if f.reason == "other_attempt":
-        return "The records come from different attempts of the job and cannot be compared."
-    return f"{others} wait at {_at(f)} for {ranks_text(f.details.get('missing_ranks', ()))}; whether those are late or will never come, the record does not say."
+        return f"{_start(others)} wait at {at} for {gone}, of which there is no usable record."
+    return (
+        f"{_start(others)} wait at {at} for {gone}; whether those are late or will never come, the "
+        "record does not say."
+    )
+
+
+_CIRCLES: Final[dict[str, str]] = {
+    "cycle": "Ranks wait for each other in a circle",
+    "order_inversion": (
+        "Ranks entered the same communicators in different orders and wait for each other"
+    ),
+    "init_cycle": "Ranks wait for each other in the creation of communicators",
+}
+
+
+def _start(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _side(signature: dict[str, Any]) -> str:
+    size = f" of {signature['count']}" if "count" in signature else ""
+    return f"{signature['op']}{size} on {ranks_text(signature['ranks'])}"
 
 
 _ADVICE: Final[dict[str, str]] = {
     "cycle": "Let one side receive first, or issue the send and the receive as one batch.",
-    "order_inversion": "Make every rank enter these communicators in the same order; look at the two call sites and at the host synchronisation between them.",
-    "init_cycle": "Create communicators in one order that all ranks share, before the first use of any of them.",
-    "mismatch": "Compare the two call sites: a branch that depends on rank, data or time lets ranks call different operations. Decide it on one rank and broadcast the decision.",
-    "missing_participant": "Make every member of the group call the operation, or create the group without the ranks that do not. For uneven data use join() or agree on the number of steps.",
-    "unmatched_p2p": "Add the missing partner or remove the call; check peer, tag and the order of the batch.",
-    "crashed_rank": "Not a deadlock: find out why that rank died (its log, memory, exit code). The others only wait for it.",
-    "stalled_rank": "Not a deadlock of the program: look at the named rank's host stack (data loading, checkpoint, compilation, a lock) or, for a device, at its GPU and driver log.",
-    "in_flight": "Look at the network, the driver and the library (NCCL_DEBUG=INFO, RAS); no rank's program is at fault.",
-    "potential": "Not stuck now. Remove the dependence on buffering, on overlap or on order before it bites at another size.",
-    "insufficient_evidence": "Collect the missing records (all ranks, one attempt, a larger ring buffer) and scan again.",
+    "order_inversion": (
+        "Make every rank enter these communicators in the same order; look at the two call sites and "
+        "at the host synchronisation between them."
+    ),
+    "init_cycle": (
+        "Create communicators in one order that all ranks share, before the first use of any of them."
+    ),
+    "mismatch": (
+        "Compare the two call sites: a branch that depends on rank, data or time lets ranks call "
+        "different operations. Decide it on one rank and broadcast the decision."
+    ),
+    "missing_participant": (
+        "Make every member of the group call the operation, or create the group without the ranks "
+        "that do not. For uneven data use join() or agree on the number of steps."
+    ),
+    "unmatched_p2p": (
+        "Add the missing partner or remove the call; check peer, tag and the order of the batch."
+    ),
+    "crashed_rank": (
+        "Not a deadlock: find out why that rank died (its log, memory, exit code). The others only "
+        "wait for it."
+    ),
+    "stalled_rank": (
+        "Not a deadlock of the program: look at the named rank's host stack (data loading, "
+        "checkpoint, compilation, a lock) or, for a device, at its GPU and driver log."
+    ),
+    "in_flight": (
+        "Look at the network, the driver and the library (NCCL_DEBUG=INFO, RAS); no rank's program "
+        "is at fault."
+    ),
+    "potential": (
+        "Not stuck now. Remove the dependence on buffering, on overlap or on order before it bites "
+        "at another size."
+    ),
+    "insufficient_evidence": (
+        "Collect the missing records (all ranks, one attempt, a larger ring buffer) and scan again."
+    ),
 }
 
 
