@@ -29,8 +29,10 @@ SEED = 7
 
 
 def corpus(events: int, jobs: int, hung: float = 0.1) -> Trace:
-    """Jobs of 64 ranks: tensor, data and world collectives on three streams, point to point between
-    pipeline neighbours, a host wait a step. In one job of ten a rank leaves out one all_reduce.
+    """Jobs of 64 ranks in a healthy routine, and one in ten with a fault.
+
+    Tensor, data and world collectives on three streams, point to point between pipeline neighbours,
+    a host wait a step. In one job of ten a rank leaves out one all_reduce.
     """
     rng = np.random.default_rng(SEED)
     strings = StringTable(["s:tp", "s:dp", "s:world", "s:pp"])
@@ -59,7 +61,12 @@ def corpus(events: int, jobs: int, hung: float = 0.1) -> Trace:
     op[pp] = np.where(rank[pp] % 2 == 0, OP["send"], OP["recv"])
     comm = np.select(
         [kind == 0, kind == 1, kind == 2, kind == 3],
-        [rank // TENSOR, groups + rank % TENSOR, np.full(n, groups + TENSOR), np.full(n, groups + TENSOR + 1)],
+        [
+            rank // TENSOR,
+            groups + rank % TENSOR,
+            np.full(n, groups + TENSOR),
+            np.full(n, groups + TENSOR + 1),
+        ],
         -1,
     ).astype(np.int32)  # fmt: skip
     comm = np.where(comm >= 0, comm + job * comms_a_job, -1)

@@ -117,7 +117,7 @@ def _shards(files: Sequence[TraceFile]) -> Iterator[list[TraceFile]]:
 def _analyse(
     trace: Trace, workers: int | None, first: int
 ) -> tuple[pl.DataFrame, list[dict[str, Any]]]:
-    """Jobs of a shard as rows of the report, and their findings; jobs are numbered from ``first``."""
+    """Jobs of a shard as rows of the report, and their findings; jobs count from ``first``."""
     from dl2gpu.analysis import analyse
 
     result = analyse(trace, workers)

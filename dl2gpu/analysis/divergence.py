@@ -148,8 +148,8 @@ _COMPARED: Final = 8
 def find_departure(p: Program, names: Names, node: int, odd: tuple[int, ...]) -> Divergence | None:
     """Where a rank left the sequence of operations that all others of the node share.
 
-    A call that is left out on one communicator shows at once in the order across communicators, even
-    if its own communicator pairs the next call of the same kind without a sign. Compared are whole
+    A call that is left out on one communicator shows at once in the order across communicators,
+    even if its own communicator pairs the next call of the same kind without a sign. Compared are whole
     sequences (operation, purpose of the communicator, call site, size); it tells only where the
     other ranks agree among themselves up to there, and no record has lost its start.
 

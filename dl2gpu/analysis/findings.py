@@ -63,7 +63,6 @@ def _here(p: Program, g: Graph, nodes: Array) -> list[int]:
 
 def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Finding:
     steps = _cycle_places(p, names, g, cause)
-    lay = g.fix.layout
     places = [v for v in cause.vertices if v < g.node0]
     heads = []
     for v in places:

@@ -184,14 +184,14 @@ def passed_members(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
 
 
 _GAVE_UP_NS: Final = 1_000_000_000
-"""Clocks of two hosts are trusted to this much when one member's end is set against another's call."""
+"""Clocks of two hosts are trusted to this much when an end is set against another host's call."""
 
 
 def _late(p: Prepared, events: pl.DataFrame) -> pl.DataFrame:
     """(node, rank) of members that issued their part after another member's record had ended.
 
-    Only where no states are recorded, and for ranks whose record ends alive (it was cut at an error,
-    a timeout mostly): an operation that such a rank waited in cannot have completed later.
+    Only where no states are recorded, and for ranks whose record ends alive (it was cut at an
+    error, a timeout mostly): an operation that such a rank waited in cannot have completed later.
     """
     empty = pl.DataFrame(schema={"node": pl.Int32, "rank": pl.Int32})
     ends = p.ranks.filter((pl.col("exit") == EXIT["alive"]) & pl.col("t_last").is_not_null())

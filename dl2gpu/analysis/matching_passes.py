@@ -24,7 +24,7 @@ __all__ = ["Columns", "Placed", "pass_collectives", "pass_messages"]
 Array = npt.NDArray[Any]
 
 _SPARSE: Final = 4
-"""Ordinals may leave gaps up to this factor; damaged or hostile numbers are made dense by a sort."""
+"""Ordinals may leave gaps up to this factor; damaged or hostile numbers are made dense."""
 
 
 class Columns:
@@ -235,7 +235,9 @@ def pass_messages(p: Prepared, c: Columns, out: Placed, first: int) -> pl.DataFr
         c.at("matched_tag", rows), tags_matter,
     )  # fmt: skip
     lossy = (
-        p.ranks.select((pl.col("lost_before").fill_null(1) > 0) | pl.col("only_active").fill_null(False))
+        p.ranks.select(
+            (pl.col("lost_before").fill_null(1) > 0) | pl.col("only_active").fill_null(False)
+        )
         .to_series().to_numpy()
     )  # fmt: skip
     nbytes, count, dtype = (c.at(name, rows) for name in ("bytes", "count", "dtype"))

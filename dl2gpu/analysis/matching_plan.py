@@ -40,7 +40,8 @@ def plan_collectives(p: Prepared) -> tuple[pl.DataFrame, pl.DataFrame]:
         .collect()
     )  # fmt: skip
     about = _about_comms(p, coll)
-    coll = coll.lazy().join(about.lazy(), on="comm", how="left", maintain_order="left").with_columns(
+    known = coll.lazy().join(about.lazy(), on="comm", how="left", maintain_order="left")
+    coll = known.with_columns(
         empty=pl.col("nccl")
         & ((pl.col("count") == 0) & (pl.col("count_out").fill_null(0) == 0)).fill_null(False),
         flags=pl.when(pl.col("any_sizes") & (pl.col("op") == OP["all_to_all"]))

@@ -227,7 +227,7 @@ def _device(p: Program, names: Names, job: int, held: set[int], at: list[int]) -
 
 
 def clock(m: Matching, jobs: list[int]) -> dict[int, tuple[int | None, float | None]]:
-    """Per job of ``jobs``: when progress stopped (ns), and GPU-hours from then to the last sign of life."""
+    """Per job: when progress stopped (ns), and GPU-hours from then to the last sign of life."""
     if not jobs:
         return {}
     times = (

@@ -18,7 +18,7 @@ import polars as pl
 from dl2gpu.analysis import replay_kernel
 from dl2gpu.analysis.matching import Matching
 from dl2gpu.analysis.tables import ROLE
-from dl2gpu.trace.schema import MODE, OP, SEND_MODE
+from dl2gpu.trace.schema import MODE, OP, SEND_MODE, Trace
 
 __all__ = ["Fixpoint", "Program", "Scenario", "build", "replay", "run"]
 
@@ -32,8 +32,8 @@ class Scenario:
     Attributes:
         eager_bytes: standard sends up to this size complete without a receiver; 0 is rendezvous.
         one_stream: all device queues of a rank are one.
-        flip_lanes: ranks with this bit set in their number fill their queues with the host threads in
-            reverse order; any two ranks differ in some bit. -1: none.
+        flip_lanes: ranks with this bit set in their number fill their queues with the host threads
+            in reverse order; any two ranks differ in some bit. -1: none.
         atomic_batch: an incomplete batch holds back the partners of its matched members.
         early_release: rooted collectives let go those who need nobody (rule 4).
         use_states: recorded completions are facts (rule 7).
@@ -158,7 +158,7 @@ def build(m: Matching) -> Program:
     n_boxes = int(box.max(initial=-1)) + 1
     box_start, box_event = replay_kernel.bucket(box.astype(np.int64) if n_boxes else _NONE, n_boxes)
     box_job = job[box_event[box_start[:-1]]] if n_boxes else np.zeros(0, np.int64)
-    boxed = {
+    boxed: dict[str, Array] = {
         "peer": _codes(e["peer"], -2).astype(np.int32),
         "tag": _codes(e["tag"], 0),
         "recv_peer": np.where(op == OP["sendrecv"], _codes(e["recv_peer"], -2), -3),
@@ -168,7 +168,7 @@ def build(m: Matching) -> Program:
         "recv_tag": _NONE,
     }  # fmt: skip
     lane = e["lane"].to_numpy()
-    kernel = {
+    kernel: dict[str, Array] = {
         "host_blocks": _flags(e["blocking"]) | is_wait,
         "wait_kind": wait_kind,
         "wait_left": wait_left,
@@ -214,12 +214,14 @@ def _dense(values: Array) -> Array:
     """Lane numbers as small integers, so that arrays indexed by them stay small."""
     if not len(values) or values.max() <= len(values):
         return values
-    return np.unique(values, return_inverse=True)[1]
+    dense: Array = np.unique(values, return_inverse=True)[1]
+    return dense
 
 
 def _waits_for_all(e: pl.DataFrame) -> Array:
-    # a plain boolean column: list.len() over a null list is null, which is "all" for a wait
-    return e["requests"].list.len().fill_null(0).to_numpy() == 0
+    # the length of a null list is null, which is "all" for a wait
+    out: Array = e["requests"].list.len().fill_null(0).to_numpy() == 0
+    return out
 
 
 def _no_pairs() -> pl.DataFrame:
@@ -227,7 +229,7 @@ def _no_pairs() -> pl.DataFrame:
 
 
 def _wait_pairs(m: Matching, is_wait: Array, stream: Array) -> pl.DataFrame:
-    """(wait, target) pairs: named requests, and everything before a wait that stands on a stream."""
+    """(wait, target): named requests, and everything before a wait that stands on a stream."""
     e = m.events
     pairs = _no_pairs()
     named = (
@@ -259,8 +261,10 @@ def _wait_pairs(m: Matching, is_wait: Array, stream: Array) -> pl.DataFrame:
 
 
 def _named_pairs(requests: pl.DataFrame, named: pl.DataFrame) -> pl.DataFrame:
-    """(wait, target): the nearest earlier event of the lane with the request's id, else the last
-    one of another lane of the rank. A request that nobody has is left out.
+    """(wait, target) of named requests.
+
+    The target is the nearest earlier event of the lane with the request's id, else the last one of
+    another lane of the rank. A request that nobody has is left out.
     """
     # sort, then carry the last request forward to the waits behind it
     key = pl.struct("r", "lane", "request").hash(7)
@@ -383,7 +387,8 @@ def _eager(p: Program, scenario: Scenario) -> Array:
     elif scenario.eager_bytes:
         size = _codes(e["bytes"])
         small = (size >= 0) & (size <= scenario.eager_bytes)
-    return (how == SEND_MODE["buffered"]) | (small & (how != SEND_MODE["synchronous"]))
+    out: Array = (how == SEND_MODE["buffered"]) | (small & (how != SEND_MODE["synchronous"]))
+    return out
 
 
 def _shares(jobs: Array, job_event: Array, threads: int) -> list[Array]:
@@ -393,8 +398,10 @@ def _shares(jobs: Array, job_event: Array, threads: int) -> list[Array]:
     return [part for part in np.split(jobs, np.unique(cuts)) if len(part)]
 
 
-def replay(trace: Any, matching: Matching, scenario: Scenario | None = None) -> pl.DataFrame:
+def replay(trace: Trace, matching: Matching, scenario: Scenario | None = None) -> pl.DataFrame:
     """Facts of every event at the fixpoint: job, rank, lane, seq, issued, started, completed."""
+    if matching.prepared.trace is not trace:
+        raise ValueError("matching: expected the matching of this trace, found that of another")
     fix = run(build(matching), scenario or Scenario())
     return matching.events.select("job", "rank", "lane", "seq").with_columns(
         issued=pl.Series(fix.issued),

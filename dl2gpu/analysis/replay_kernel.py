@@ -40,7 +40,7 @@ def index_program(
 
     Returns:
         lane_of, lane_next, lane_first, lane_rank, queue_of, queue_next, queue_first, queue_rank,
-        queue_name, unit_of, unit_first, unit_size. ``unit_of`` is -1 outside batches of two or more.
+        queue_name, unit_of, unit_first, unit_size. ``unit_of`` is -1 outside batches.
     """
     n = len(r)
     lane_of = np.empty(n, np.int32)
@@ -135,8 +135,8 @@ def in_order(job: Any, rank: Any, seq: Any, lane: Any) -> Any:
 def passed_by_host(r: Any, lane: Any, prefix: Any, blocks: Any, everything: Any) -> Any:
     """bool[n]: events shown complete because their host went on; see ``tables``.
 
-    ``prefix`` bool[ranks], ``blocks`` bool[n] host operations that block (waits too), ``everything``
-    bool[n] host waits for all that was issued. Rows are sorted by rank; lanes may alternate.
+    ``prefix`` bool[ranks], ``blocks`` bool[n] host operations that block (waits too),
+    ``everything`` bool[n] host waits for all that was issued. Rows are sorted by rank; lanes may alternate.
     """
     n = len(r)
     out = np.zeros(n, np.bool_)
@@ -279,7 +279,8 @@ def run(
     host_blocks: Any, wait_kind: Any, wait_left: Any, dep_start: Any, dep_wait: Any,
     node1: Any, node2: Any, role: Any, eager: Any, alone: Any, done: Any,
     node_start: Any, node_part: Any, node_kind: Any, node_need: Any, node_blocks: Any,
-    box_start: Any, box_event: Any, rank_of: Any, peer: Any, tag: Any, recv_peer: Any, recv_tag: Any,
+    box_start: Any, box_event: Any, rank_of: Any, peer: Any, tag: Any, recv_peer: Any,
+    recv_tag: Any,
     early: Any, atomic: Any, wild_high: Any,
     issued: Any, started: Any, completed: Any, lane_at: Any, queue_at: Any, partner: Any,
     waiting: Any, ready: Any, parts_left: Any, satisfied: Any, units: Any, arrived: Any,
@@ -291,7 +292,8 @@ def run(
     mailboxes. ``wait_kind`` uint8[n]: 0 no wait, 1 named requests, 2 everything before it in the
     lane. ``wait_left`` int32[n] is consumed. ``node_part`` lists the parts of a node as
     ``2 * event + half``. ``lane_at``/``queue_at`` int32: where each place stands at the fixpoint,
-    -1 at its end. ``partner`` int32[n]: the event a wildcard receive (or its send) was matched with.
+    -1 at its end. ``partner`` int32[n]: the event that a wildcard receive (or its send) was matched
+    with.
 
     Arrivals are counted in two layers. Layer 1 is what partners see. Where batches are atomic, a
     member of a batch shows itself there only when each part of its batch would be satisfied by
@@ -375,15 +377,13 @@ def run(
                 if queue_of[e] >= 0 or not host_blocks[e]:
                     outstanding[lane] -= 1
                 at = lane_at[lane]
-                if at >= 0 and not waiting[lane]:
-                    if (
-                        at == e
-                        or unit_of[e] >= 0
-                        or (wait_kind[at] == 2 and outstanding[lane] <= 0)
-                    ):
-                        agents[n_agent] = lane
-                        waiting[lane] = True
-                        n_agent += 1
+                moved = at == e or unit_of[e] >= 0
+                if at >= 0 and wait_kind[at] == 2 and outstanding[lane] <= 0:
+                    moved = True
+                if at >= 0 and moved and not waiting[lane]:
+                    agents[n_agent] = lane
+                    waiting[lane] = True
+                    n_agent += 1
                 queue = queue_of[e]
                 if queue >= 0 and not waiting[n_lanes + queue]:
                     agents[n_agent] = n_lanes + queue

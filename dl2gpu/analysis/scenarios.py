@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,8 @@ def still_stuck(g: Graph, cause: Cause, lenient: Fixpoint) -> bool:
     """Does the cause hold as well where sends are buffered and rooted collectives release early?
 
     It does if the operations at its root have come there too and still do not complete: for a
-    circle all of them, for another root any of them. A rank whose record ends alive, in an operation
-    that blocks its host, was seen standing there: nothing was buffered.
+    circle all of them, for another root any of them. A rank whose record ends alive, in an
+    operation that blocks its host, was seen standing there: nothing was buffered.
     """
     strict = g.fix
     k = g.program.kernel
@@ -125,6 +125,12 @@ def as_potential(f: Finding, condition: str, details: dict[str, Any] | None = No
     )  # fmt: skip
 
 
+_ONE_QUEUE: Final = (
+    "only if the streams of a rank share one hardware queue, a launch queue fills, or a host "
+    "synchronisation comes between"
+)
+
+
 def plausible(p: Program, calm: Array) -> Iterator[tuple[Scenario, str, Array]]:
     """(scenario, condition, jobs) of the readings worth running for jobs that run through."""
     if not len(calm):
@@ -145,8 +151,7 @@ def plausible(p: Program, calm: Array) -> Iterator[tuple[Scenario, str, Array]]:
     if len(several):
         yield (
             Scenario(one_stream=True),
-            "only if the streams of a rank share one hardware queue, a launch queue fills, or a "
-            "host synchronisation comes between",
+            _ONE_QUEUE,
             several,
         )
     shared = jobs(

@@ -1,4 +1,4 @@
-"""Do the participants agree on what they do? (DESIGN.md section 5, kind ``mismatch``)
+"""Signatures: do the participants agree on what they do (kind ``mismatch``)?
 
 Operation, root, size and the communicator to be made block when they differ; data type and reduce
 operation with equal bytes are wrong but stop nobody. A value that one side does not know agrees

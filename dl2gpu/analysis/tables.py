@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis.replay_kernel import in_order, passed_by_host
 from dl2gpu.trace.schema import DTYPE_BYTES, EXIT, OP, OP_OTHER, RANKS, STATE, Trace, conform
+
+Array = npt.NDArray[Any]
 
 __all__ = ["BACKEND_CLASS", "Prepared", "backend_class", "prepare"]
 
@@ -77,7 +80,7 @@ _KEEP: Final = (
 
 
 def _in_order(events: pl.DataFrame) -> bool:
-    """Are the rows already sorted by (job, rank, seq, lane)? One pass; readers mostly deliver so."""
+    """Are the rows already sorted by (job, rank, seq, lane)? Readers mostly deliver them so."""
     return bool(in_order(*(events[c].to_numpy() for c in ("job", "rank", "seq", "lane"))))
 
 
@@ -246,12 +249,12 @@ def _facts(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> pl.
     )
 
 
-def _passed(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> np.ndarray[Any, Any]:
+def _passed(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> Array:
     """bool[n]: what a record without states shows to be complete, because its host went on.
 
-    The record of a rank that was alive, died or was killed is the prefix that it had issued: all but
-    the last operation of a lane was passed. A host operation that blocks was then complete, and what
-    stands before a wait for everything was complete when the host passed that wait.
+    The record of a rank that was alive, died or was killed is the prefix that it had issued: all
+    but the last operation of a lane was passed. A host operation that blocks was then complete, and
+    what stands before a wait for everything was complete when the host passed that wait.
     """
     prefix = (
         ranks["exit"].is_in([EXIT["alive"], EXIT["crashed"], EXIT["killed"]]).to_numpy()
@@ -267,20 +270,20 @@ def _passed(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> np
     everything = np.zeros(events.height, np.bool_)
     if wait.any():
         everything = wait & host & (events["requests"].list.len().fill_null(0) == 0).to_numpy()
-    return passed_by_host(
+    out: Array = passed_by_host(
         events["r"].to_numpy(),
         events["lane"].to_numpy(),
         prefix,
         host & (blocking | wait),
         everything,
     )
+    return out
 
 
-def _per_event(
-    events: pl.DataFrame, of_job: pl.Series
-) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _per_event(events: pl.DataFrame, of_job: pl.Series) -> Array:
     """A column of the jobs table (sorted by job) for each event."""
-    return of_job.to_numpy().astype(np.bool_)[events["job"].to_numpy()]
+    out: Array = of_job.to_numpy().astype(np.bool_)[events["job"].to_numpy()]
+    return out
 
 
 def is_collective(op: pl.Expr) -> pl.Expr:

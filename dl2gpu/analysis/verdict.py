@@ -247,7 +247,7 @@ def _conclude(m: Matching, findings: list[Finding], open_jobs: set[int]) -> Anal
         for f in found:
             done = replace(
                 f, stopped_at_ns=stopped,
-                gpu_hours_lost=hours if f.kind not in _UNHURT and f.deadlocked is not None else None,
+                gpu_hours_lost=None if f.kind in _UNHURT or f.deadlocked is None else hours,
                 advice=advice_for(f),
             )  # fmt: skip
             done = replace(done, summary=summary_of(done))

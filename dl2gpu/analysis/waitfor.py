@@ -334,7 +334,7 @@ def _wildcards(
     p: Program, fix: Fixpoint, edges: list[tuple[Array, Array]], either: Array,
     place: Array, stands: Array, rank0: int,
 ) -> None:  # fmt: skip
-    """Edges of receives that were matched from a mailbox: any rank that could still send to them."""
+    """Edges of receives matched from a mailbox: to any rank that could still send to them."""
     m = p.matching
     box = m.events["box"].to_numpy()
     at_box = (box[stands] >= 0) & fix.started[stands] & ~fix.completed[stands]

@@ -60,7 +60,8 @@ def summary_of(f: Finding) -> str:
         went = "" if f.deadlocked else " It went through, and the result is wrong."
         return f"At one position the ranks disagree ({aspects}): {sides}.{went}"
     if f.kind == "missing_participant" and f.reason == "skipped_call":
-        return f"{_start(who if f.culprits else gone)} left out a call that the others made; it shows at {at}."
+        left = _start(who if f.culprits else gone)
+        return f"{left} left out a call that the others made; it shows at {at}."
     if f.kind == "missing_participant" and f.reason == "other_group":
         return f"{_start(others)} wait at {at} for {gone}, at work in a group of their own."
     if f.kind == "missing_participant":
@@ -105,11 +106,12 @@ def _side(signature: dict[str, Any]) -> str:
 _ADVICE: Final[dict[str, str]] = {
     "cycle": "Let one side receive first, or issue the send and the receive as one batch.",
     "order_inversion": (
-        "Make every rank enter these communicators in the same order; look at the two call sites and "
-        "at the host synchronisation between them."
+        "Make every rank enter these communicators in the same order; look at the two call sites "
+        "and at the host synchronisation between them."
     ),
     "init_cycle": (
-        "Create communicators in one order that all ranks share, before the first use of any of them."
+        "Create communicators in one order that all ranks share, before the first use of any of "
+        "them."
     ),
     "mismatch": (
         "Compare the two call sites: a branch that depends on rank, data or time lets ranks call "
