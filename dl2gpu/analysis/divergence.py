@@ -47,13 +47,14 @@ class Divergence:
     """The first operation at which sequences part.
 
     ``event``: of the smaller side where it is clear which that is, else of the lowest rank.
-    ``odd``: ranks on the smaller side.
+    ``odd``: ranks on the smaller side. ``reason``: why, where it can be told.
     ``skipped``: the odd ranks left a call out (their next call stands here in its place).
     """
 
     event: int
     odd: tuple[int, ...]
     skipped: bool
+    reason: str | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -149,18 +150,18 @@ def find_departure(p: Program, names: Names, node: int, odd: tuple[int, ...]) ->
     """Where a rank left the sequence of operations that all others of the node share.
 
     A call that is left out on one communicator shows at once in the order across communicators,
-    even if its own communicator pairs the next call of the same kind without a sign. Compared are whole
-    sequences (operation, purpose of the communicator, call site, size); it tells only where the
+    even if its own communicator pairs the next call of the same kind without a sign. Compared are
+    whole sequences (operation, purpose of the communicator, call site, size); it tells only where the
     other ranks agree among themselves up to there, and no record has lost its start.
 
-    None where the odd rank departs at the node itself, or the comparison says nothing.
+    The odd rank may be absent from the node. None where it departs at the node itself, or where the
+    sequences do not go on one position apart: that is what shows a call left out (or one too many)
+    and not merely another order.
     """
     m = p.matching
     job = int(m.nodes["job"][node])
-    members = sorted(
-        m.events.lazy().filter(pl.col("node") == node).select("rank").collect()["rank"].to_list()
-    )
-    good = [r for r in members if r not in odd][:_COMPARED]
+    present = m.events.lazy().filter(pl.col("node") == node).select("rank").collect()["rank"]
+    good = [r for r in present.sort().to_list() if r not in odd][:_COMPARED]
     if len(odd) != 1 or len(good) < 2:
         return None
     ranks = m.prepared.ranks.filter((pl.col("job") == job) & pl.col("rank").is_in([*good, *odd]))
@@ -202,21 +203,37 @@ def find_departure(p: Program, names: Names, node: int, odd: tuple[int, ...]) ->
     if not len(away) or not same[: away[0] + 1].all():
         return None
     x = int(away[0])
-    here = int(m.events.filter((pl.col("node") == node) & (pl.col("rank") == odd[0]))["i"][0])
+    own = m.events.filter((pl.col("node") == node) & (pl.col("rank") == odd[0]))["i"]
+    here = int(own[0]) if len(own) else int(at[-1]) + 1
     if at[x] >= here:
         return None
-    event = int(sequences[good[0]][1][x])
-    left_out = bool(x + 1 < len(first) and (first[x + 1 : x + 9] == mine[x]).any())
+    theirs = first[:length]
+    left_out = _shift(mine[x:], theirs[x + 1 :])
+    extra = _shift(mine[x + 1 :], theirs[x:])
+    if max(left_out, extra) < _SHIFTED:
+        return None
     return Divergence(
-        event=event,
+        event=int(at[x]),
         odd=odd,
-        skipped=left_out,
+        skipped=left_out > extra,
+        reason="skipped_call" if left_out > extra else "data_dependent_branch",
         details={
-            "expected": names.operation(event),
+            "expected": names.operation(int(sequences[good[0]][1][x])),
             "found": names.operation(int(at[x])),
             "operations_before_hang": int(np.searchsorted(at, here)) - x,
         },
     )
+
+
+_SHIFTED: Final = 3
+"""So many operations have to agree one position apart before a call counts as left out or extra."""
+
+
+def _shift(a: Array, b: Array) -> int:
+    """How many leading tokens of two sequences agree."""
+    n = min(len(a), len(b))
+    away = np.flatnonzero(a[:n] != b[:n])
+    return int(away[0]) if len(away) else n
 
 
 def _skipped(on: pl.DataFrame, k: int, big_site: int, odd_sites: list[int], rank: int) -> bool:

@@ -82,7 +82,7 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
         "deadlocked": True,
     }
     if unpaired:
-        owners = tuple(sorted({int(names.column("rank")[e]) for e in unpaired}))
+        owners = _owners(p, names, unpaired)
         return Finding(
             kind="unmatched_p2p",
             culprits=owners,
@@ -115,6 +115,15 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
         reason=reason,
         **base,
     )
+
+
+def _owners(p: Program, names: Names, events: list[int]) -> tuple[int, ...]:
+    """Who is named for messages without a partner: the ranks of receives that nobody answers.
+
+    A send that nobody takes may be one too many or a receive too few; nobody is named for it.
+    """
+    op = names.column("op")
+    return tuple(sorted({int(p.rank_of[e]) for e in events if op[e] != OP["send"]}))
 
 
 def _sides(
@@ -188,6 +197,7 @@ def _cycle_places(p: Program, names: Names, g: Graph, cause: Cause) -> tuple[dic
                 "waits_for": [rank_of(circle[(x + 1) % len(circle)])],
                 "op": op["op"],
                 "comm": op["comm"],
+                "label": op["label"],
                 "ordinal": op["ordinal"],
                 "seq": op["seq"],
                 "stack": op["stack"],
@@ -294,6 +304,7 @@ def mismatch_at(
         details["divergence"] = divergence.details
         if divergence.odd:
             culprits = divergence.odd
+        reason = divergence.reason or reason
         if divergence.skipped:
             kind, reason = "missing_participant", "skipped_call"
     elif len(culprits) == 1 and culprits[0] == 0 and not is_message:
@@ -378,7 +389,7 @@ def _ended(
     on_way = np.isin(lay.lane_rank, ended_rows.to_numpy()) & (g.fix.lane_at >= 0)
     reached_end = not on_way.any()
     if messages:
-        owners = tuple(sorted({int(p.rank_of[e]) for e in here}))
+        owners = _owners(p, names, here)
         return replace(
             base,
             kind="unmatched_p2p",

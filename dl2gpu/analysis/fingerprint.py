@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 
 from dl2gpu.analysis.finding import Finding
-from dl2gpu.analysis.names import Names
+from dl2gpu.text import user_frame
 
 __all__ = ["fingerprint"]
 
@@ -25,7 +25,7 @@ def fingerprint(f: Finding) -> str:
             break
         if step["op"] == "wait":
             continue
-        marks.add(f"{step['op']}@{Names.site_of(step['stack'])}")
+        marks.add(f"{step['op']}@{user_frame(step['stack'])}")
     kind = f.details.get("kind", f.kind) if f.kind == "potential" else f.kind
     text = "\n".join([f.kind, str(kind), *sorted(marks)])
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from dl2gpu.analysis.matching import Matching
+from dl2gpu.text import user_frame
 from dl2gpu.trace.schema import ANY, dtype_name, op_name
 
-__all__ = ["Names", "is_library_frame"]
-
-_LIBRARY: Final = re.compile(
-    r"[/\\](torch|torch_npu|site-packages|dist-packages|importlib|runpy\.py)[/\\.]|<frozen |"
-    r"[/\\]lib[/\\]python3|\bc10d\b"
-)
-
-
-def is_library_frame(frame: str) -> bool:
-    """Frames of PyTorch, of installed packages and of Python itself name nobody's call site."""
-    return _LIBRARY.search(frame) is not None
+__all__ = ["Names"]
 
 
 class Names:
@@ -70,20 +61,12 @@ class Names:
         """int64[stacks]: number of the call site of each stack, the innermost frame of the user."""
         numbers: dict[str, int] = {}
         return np.array(
-            [numbers.setdefault(self.site_of(f), len(numbers)) for f in self.frames], dtype=np.int64
+            [numbers.setdefault(user_frame(f), len(numbers)) for f in self.frames], dtype=np.int64
         )
-
-    @staticmethod
-    def site_of(frames: list[str]) -> str:
-        """The innermost frame outside libraries, else the innermost frame, else nothing."""
-        for frame in frames:
-            if not is_library_frame(frame):
-                return frame
-        return frames[0] if frames else ""
 
     def site(self, event: int) -> str:
         stack = int(self.column("stack")[event])
-        return self.site_of(self.frames[stack]) if stack >= 0 else ""
+        return user_frame(self.frames[stack]) if stack >= 0 else ""
 
     def op(self, event: int) -> str:
         return op_name(int(self.column("op")[event]), self.strings)
@@ -91,6 +74,19 @@ class Names:
     def comm(self, event: int) -> str | None:
         comm = int(self.column("comm")[event])
         return self.comm_ids[comm] if comm >= 0 else None
+
+    def label(self, event: int) -> str | None:
+        """The communicator for people: its description beside a mere number or hash."""
+        comm = int(self.column("comm")[event])
+        if comm < 0:
+            return None
+        ident, kind = self.comm_ids[comm], self._descriptions[comm]
+        return f"{kind} ({ident})" if kind and kind != ident else ident
+
+    @cached_property
+    def _descriptions(self) -> list[str]:
+        comms = self._m.prepared.comms.sort("comm")
+        return [d if d and d != "undefined" else "" for d in comms["desc"].fill_null("")]
 
     def dtype(self, event: int) -> str | None:
         code = int(self.column("dtype")[event])
@@ -108,6 +104,7 @@ class Names:
             "seq": int(self.column("seq")[event]),
             "op": self.op(event),
             "comm": self.comm(event),
+            "label": self.label(event),
             "ordinal": ordinal if ordinal >= 0 else None,
             "stack": self.frames[stack] if stack >= 0 else [],
         }

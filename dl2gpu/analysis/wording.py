@@ -6,37 +6,24 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from dl2gpu.analysis.finding import Finding
-from dl2gpu.analysis.names import Names
+from dl2gpu.text import ranks, user_frame
 
 __all__ = ["advice_for", "ranks_text", "summary_of"]
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks folded: "rank 3", "ranks 0-2, 5", "128 ranks (0-63, 70, ...)"."""
-    sorted_ranks = sorted(set(ranks))
-    if not sorted_ranks:
-        return "no rank"
-    runs: list[list[int]] = []
-    for r in sorted_ranks:
-        if runs and r == runs[-1][1] + 1:
-            runs[-1][1] = r
-        else:
-            runs.append([r, r])
-    parts = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
-    if len(sorted_ranks) == 1:
-        return f"rank {parts[0]}"
-    if len(parts) > 6:
-        return f"{len(sorted_ranks)} ranks ({', '.join(parts[:5])}, ...)"
-    return f"ranks {', '.join(parts)}"
+def ranks_text(numbers: Iterable[int]) -> str:
+    """Ranks folded; the first ones only where they are scattered."""
+    text = ranks(numbers, "no rank")
+    return text if text.count(",") < 7 else ", ".join(text.split(", ")[:6]) + ", ..."
 
 
 def _at(f: Finding) -> str:
     """The operation at which it hangs, with its call site."""
-    for step in f.hangs_at:
+    for step in (*f.details.get("unmatched", ()), *f.hangs_at):
         if step["op"] != "wait":
-            where = Names.site_of(step["stack"])
+            where = user_frame(step["stack"])
             number = f" #{step['ordinal']}" if step["ordinal"] is not None else ""
-            comm = f" of {step['comm']}" if step["comm"] else ""
+            comm = f" of {step['label']}" if step["label"] else ""
             return f"{step['op']}{number}{comm}" + (f" at {where}" if where else "")
     return "an operation"
 
@@ -51,7 +38,7 @@ def summary_of(f: Finding) -> str:
         return f"Not stuck as recorded. {_start(who)} could stop ({inner}) at {at}: {f.condition}."
     if f.kind in _CIRCLES:
         steps = [s for s in f.cycle if s["op"] != "wait"] or list(f.hangs_at)
-        seen = dict.fromkeys(f"rank {s['rank']} in {s['op']} of {s['comm']}" for s in steps)
+        seen = dict.fromkeys(f"rank {s['rank']} in {s['op']} of {s['label']}" for s in steps)
         more = f" and {len(seen) - 4} more" if len(seen) > 4 else ""
         return f"{_CIRCLES[f.kind]}: {'; '.join(list(seen)[:4])}{more}."
     if f.kind == "mismatch":

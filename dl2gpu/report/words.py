@@ -9,8 +9,10 @@ from __future__ import annotations
 import datetime as dt
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
+
+from dl2gpu.text import fold, ranks, user_frame
 
 __all__ = [
     "DEADLOCKS",
@@ -76,32 +78,6 @@ def safe(text: object, limit: int = 300) -> str:
     return out + (f"... ({len(raw) - limit} more characters)" if len(raw) > limit else "")
 
 
-def fold(numbers: Iterable[int]) -> str:
-    """``0-11, 13`` for 0..11 and 13."""
-    spans: list[list[int]] = []
-    for n in sorted(set(numbers)):
-        if spans and spans[-1][1] == n - 1:
-            spans[-1][1] = n
-        else:
-            spans.append([n, n])
-    return ", ".join(
-        str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in spans
-    )
-
-
-def ranks(numbers: Sequence[int] | None, none: str = "none") -> str:
-    """``rank 3``, ``ranks 0-11, 13``, or ``none``."""
-    if not numbers:
-        return none
-    return f"rank{'s' if len(set(numbers)) > 1 else ''} {fold(numbers)}"
-
-
-# Frames of the framework's own code say nothing about where the program went wrong.
-_LIBRARY: Final = re.compile(
-    r"(?:^|[/ ])(?:site-packages|dist-packages)/"
-    r"|(?:^|[/ ])torch/(?:distributed|_ops|_tensor|autograd|nn|utils|_dynamo|optim)\b"
-    r"|\bc10d::|\btorch::|<frozen|<string>"
-)
 _FRAME: Final = re.compile(r"(\S+) (\S.*:\d+)")
 
 
@@ -111,9 +87,9 @@ def call_site(stack: Sequence[str] | None) -> str | None:
     ``stack`` holds "function file:line", innermost first; where all of it belongs to the framework
     the innermost frame is given.
     """
-    if not stack:
+    frame = user_frame(stack)
+    if not frame:
         return None
-    frame = next((f for f in stack if not _LIBRARY.search(f)), stack[0])
     parts = _FRAME.fullmatch(frame)
     return safe(f"{parts[2]} in {parts[1]}" if parts else frame)
 

@@ -78,6 +78,7 @@ K_ISIZES, K_IDTYPES, K_PROFILING, K_IS_P2P, K_NAME, K_FILE, K_LINE, K_ENTRIES = 
 )  # fmt: skip
 C_DESC, C_ITENSORS, C_INUMELS, C_IMIXED, C_USED = 24, 25, 27, 29, 31
 
+
 def _loader(bits: int, signed: bool = False) -> Any:
     """Unaligned little-endian load of ``bits`` bits from a byte array, without index wraparound."""
 

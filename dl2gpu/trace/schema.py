@@ -415,9 +415,7 @@ def concat(traces: Sequence[Trace]) -> Trace:
         )
         out["jobs"].append(t.jobs.with_columns(pl.col("job") + n_jobs))
         out["ranks"].append(t.ranks.with_columns(pl.col("job") + n_jobs))
-        out["comms"].append(
-            t.comms.with_columns(pl.col("job") + n_jobs, pl.col("comm") + n_comms)
-        )
+        out["comms"].append(t.comms.with_columns(pl.col("job") + n_jobs, pl.col("comm") + n_comms))
         out["status"].append(
             t.status.with_columns(pl.col("job") + n_jobs, pl.col("comm") + n_comms)
         )
@@ -446,7 +444,9 @@ def _gather_above(codes: pl.Series, base: int, table: pl.Series) -> pl.Series:
         return codes
     other = codes >= base
     moved = table.gather(pl.select(pl.when(other).then(codes - base).otherwise(0)).to_series())
-    return pl.select(pl.when(other).then(moved + base).otherwise(codes)).to_series().alias(codes.name)
+    return (
+        pl.select(pl.when(other).then(moved + base).otherwise(codes)).to_series().alias(codes.name)
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -519,10 +519,14 @@ def validate(trace: Trace, source: str = "trace") -> Trace:
                     f"{source}: table {name}, row {row}, column {column}: expected a value, found null"
                 )
         index = {"jobs": "job", "comms": "comm", "stacks": "stack", "strings": "code"}.get(name)
-        if index and frame.height and not (
-            frame[index].n_unique() == frame.height
-            and frame[index].min() == 0
-            and frame[index].max() == frame.height - 1
+        if (
+            index
+            and frame.height
+            and not (
+                frame[index].n_unique() == frame.height
+                and frame[index].min() == 0
+                and frame[index].max() == frame.height - 1
+            )
         ):
             raise SchemaError(
                 f"{source}: table {name}, column {index}: expected every number from 0 to "
@@ -532,7 +536,9 @@ def validate(trace: Trace, source: str = "trace") -> Trace:
     if events.is_empty():
         return trace
     rules = _event_rules(trace)
-    bad = events.select(wrong.fill_null(False).any().alias(str(i)) for i, (_, wrong, _) in enumerate(rules))
+    bad = events.select(
+        wrong.fill_null(False).any().alias(str(i)) for i, (_, wrong, _) in enumerate(rules)
+    )
     for i, (column, wrong, expected) in enumerate(rules):
         if bad.item(0, str(i)):
             rows = events.with_row_index("__row").filter(wrong)
