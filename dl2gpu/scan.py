@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+import msgspec
 import polars as pl
 
 from dl2gpu.engine.choose import choose
@@ -149,6 +149,8 @@ def _analyse(
             .list.sort(),
             number=pl.col("job") + first,
         )
+        # a job of which no file could be used is no job: its inputs say what became of them
+        .filter(pl.col("ranks_present").list.len() > 0)
         .select(
             "number", "name", "folder", "attempt", "world_size", "ranks_present", "ranks_missing",
             "events", "verdict", "deadlocked", source_format="source",
@@ -207,7 +209,7 @@ def _report(
                 "victims": list(f["victims"]),
                 "cycle": list(f["cycle"]),
                 "hangs_at": list(f["hangs_at"]),
-                "details": json.dumps(f["details"], sort_keys=True, default=str),
+                "details": msgspec.json.encode(f["details"], order="sorted").decode(),
             }
         )
     jobs = jobs.with_columns(

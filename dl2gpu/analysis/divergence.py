@@ -146,17 +146,19 @@ _COMPARED: Final = 8
 """So many of the ranks that agree are compared with the one that does not."""
 
 
-def find_departure(p: Program, names: Names, node: int, odd: tuple[int, ...]) -> Divergence | None:
+def find_departure(
+    p: Program, names: Names, node: int, odd: tuple[int, ...], completed: Array | None = None
+) -> Divergence | None:
     """Where a rank left the sequence of operations that all others of the node share.
 
     A call that is left out on one communicator shows at once in the order across communicators,
     even if its own communicator pairs the next call of the same kind without a sign. Compared are
-    whole sequences (operation, purpose of the communicator, call site, size); it tells only where the
-    other ranks agree among themselves up to there, and no record has lost its start.
+    whole sequences (operation, purpose of the communicator, call site, size); it tells only where
+    the other ranks agree among themselves up to there, and no record has lost its start.
 
     The odd rank may be absent from the node. None where it departs at the node itself, or where the
-    sequences do not go on one position apart: that is what shows a call left out (or one too many)
-    and not merely another order.
+    sequences do not go on one position apart from an operation that completed (``completed``
+    bool[n], None: all did). That shows a call left out, or one too many, and not another order.
     """
     m = p.matching
     job = int(m.nodes["job"][node])
@@ -210,7 +212,7 @@ def find_departure(p: Program, names: Names, node: int, odd: tuple[int, ...]) ->
     theirs = first[:length]
     left_out = _shift(mine[x:], theirs[x + 1 :])
     extra = _shift(mine[x + 1 :], theirs[x:])
-    if max(left_out, extra) < _SHIFTED:
+    if max(left_out, extra) < _SHIFTED or (completed is not None and not completed[at[x]]):
         return None
     return Divergence(
         event=int(at[x]),
@@ -225,7 +227,7 @@ def find_departure(p: Program, names: Names, node: int, odd: tuple[int, ...]) ->
     )
 
 
-_SHIFTED: Final = 3
+_SHIFTED: Final = 2
 """So many operations have to agree one position apart before a call counts as left out or extra."""
 
 

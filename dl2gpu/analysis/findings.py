@@ -15,7 +15,12 @@ import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis import observed
-from dl2gpu.analysis.divergence import find_departure, find_divergence, odd_ones
+from dl2gpu.analysis.divergence import (
+    Divergence,
+    find_departure,
+    find_divergence,
+    odd_ones,
+)
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Fixpoint, Program
@@ -101,6 +106,16 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
     else:
         kind = "cycle"
     first = min(at, key=lambda e: (int(names.column("rank")[e]), e)) if at else None
+    if (left := _left_out(p, names, g, cause)) is not None:
+        return Finding(
+            kind="missing_participant",
+            culprits=left.odd,
+            victims=tuple(sorted((set(cause.waiting) | set(cause.ranks)) - set(left.odd))),
+            first_divergence=names.operation(left.event),
+            reason=left.reason,
+            details={"divergence": left.details, "missing_ranks": list(left.odd)},
+            **base,
+        )
     culprits, victims = _sides(p, g, cause, victims)
     reason = (
         "host_blocked"
@@ -115,6 +130,25 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
         reason=reason,
         **base,
     )
+
+
+def _left_out(p: Program, names: Names, g: Graph, cause: Cause) -> Divergence | None:
+    """A call that one rank left out long before the circle, and went on."""
+    nodes = p.matching.nodes
+    rank_at = p.rank_of
+    for v in cause.nodes:
+        if nodes["kind"][int(v)] == KIND["message"]:
+            continue
+        comm = int(nodes["comm"][int(v)])
+        members = p.matching.prepared.comms["ranks"][comm]
+        there = {int(rank_at[e]) for e in _parts(p, int(v))}
+        lacking = [int(r) for r in members if int(r) not in there]
+        if len(lacking) != 1:
+            continue
+        found = find_departure(p, names, int(v), (lacking[0],), g.fix.completed)
+        if found is not None and found.skipped:
+            return found
+    return None
 
 
 def _owners(p: Program, names: Names, events: list[int]) -> tuple[int, ...]:
@@ -288,7 +322,9 @@ def mismatch_at(
     is_message = p.matching.nodes["kind"][node] == KIND["message"]
     divergence = None
     if not is_message:
-        divergence = find_departure(p, names, node, split.odd) or find_divergence(p, names, node)
+        completed = None if fix is None else fix.completed
+        divergence = find_departure(p, names, node, split.odd, completed)
+        divergence = divergence or find_divergence(p, names, node)
     members = {int(r) for r in p.rank_of[events]}
     culprits = split.odd
     kind = "mismatch"

@@ -14,7 +14,7 @@ import numpy as np
 
 from dl2gpu.analysis.matching import Matching
 from dl2gpu.text import user_frame
-from dl2gpu.trace.schema import ANY, dtype_name, op_name
+from dl2gpu.trace.schema import ANY, STATE, dtype_name, op_name
 
 __all__ = ["Names"]
 
@@ -108,6 +108,23 @@ class Names:
             "ordinal": ordinal if ordinal >= 0 else None,
             "stack": self.frames[stack] if stack >= 0 else [],
         }
+
+    def last_operations(
+        self, job: int, ranks: list[int], issued: Any, count: int
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Rank (as text) to the ``count`` operations it issued last, newest last."""
+        job_of, rank_of = self.column("job"), self.column("rank")
+        lo, hi = np.searchsorted(job_of, [job, job + 1])
+        out: dict[str, list[dict[str, Any]]] = {}
+        for rank in ranks:
+            a, b = lo + np.searchsorted(rank_of[lo:hi], [rank, rank + 1])
+            events = a + np.flatnonzero(issued[a:b])[-count:]
+            states = {code: name for name, code in STATE.items()}
+            out[str(rank)] = [
+                self.operation(int(e)) | {"state": states[int(self.column("state")[e])]}
+                for e in events
+            ]
+        return out
 
     def signature(self, event: int) -> dict[str, Any]:
         """Operation, size, type, root, peer: what participants have to agree on, where known."""

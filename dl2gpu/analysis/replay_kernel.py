@@ -136,7 +136,7 @@ def passed_by_host(r: Any, lane: Any, prefix: Any, blocks: Any, everything: Any)
     """bool[n]: events shown complete because their host went on; see ``tables``.
 
     ``prefix`` bool[ranks], ``blocks`` bool[n] host operations that block (waits too),
-    ``everything`` bool[n] host waits for all that was issued. Rows are sorted by rank; lanes may alternate.
+    ``everything`` bool[n] host waits for all that was issued. Rows are sorted by rank.
     """
     n = len(r)
     out = np.zeros(n, np.bool_)

@@ -67,11 +67,13 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
     everyone = np.arange(len(by_states), dtype=np.int32)
     findings: list[Finding] = []
     open_jobs: set[int] = set()
+    issued = np.zeros(m.events.height, np.bool_)
 
     # post-mortem evidence: completed operations are facts, and states decide about buffering
     seen = everyone[by_states]
     if len(seen):
         fix = run(p, Scenario(atomic_batch=True), seen, workers)
+        issued |= fix.issued
         graph = build_graph(p, fix)
         causes = find_causes(graph)
         stale = observed.stale_ranks(p)
@@ -87,6 +89,7 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
     planned = everyone[~by_states]
     if len(planned):
         fix = run(p, Scenario(use_records=True), planned, workers)
+        issued |= fix.issued
         graph = build_graph(p, fix)
         causes = find_causes(graph)
         stuck = np.unique([c.job for c in causes]).astype(np.int32)
@@ -111,7 +114,7 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
     findings += _passed_mismatches(p, names, findings)
-    findings = _merge(findings)
+    findings = [_with_last(names, f, issued) for f in _merge(findings)]
     return _conclude(m, findings, open_jobs)
 
 
@@ -199,6 +202,19 @@ def _passed_mismatches(p: Program, names: Names, findings: list[Finding]) -> lis
         )  # fmt: skip
         out.append(replace(f, details=f.details | {"operations": count}, deadlocked=False))
     return out
+
+
+_SHOWN_RANKS: Final = 16
+_SHOWN_OPERATIONS: Final = 4
+"""Of so many ranks a finding shows so many of the operations issued last."""
+
+
+def _with_last(names: Names, f: Finding, issued: Array) -> Finding:
+    """The finding with the last operations of the ranks it names, newest last."""
+    named = dict.fromkeys([*f.culprits, *(h["rank"] for h in f.hangs_at), *f.victims])
+    ranks = sorted(list(named)[:_SHOWN_RANKS])
+    last = names.last_operations(f.job, ranks, issued, _SHOWN_OPERATIONS)
+    return replace(f, details=f.details | {"last_operations": last})
 
 
 _UNHURT: Final = ("potential", "insufficient_evidence")

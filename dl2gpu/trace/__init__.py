@@ -1,0 +1,1 @@
+"""From files to the event table: discovery, one reader a format, the schema."""

@@ -87,7 +87,7 @@ OP: Final[dict[str, int]] = {
     "gather": 41,
     "gather_v": 42,
 }
-"""Codes of the known operations. An unknown collective keeps its name: ``OP_OTHER + string code``."""
+"""Codes of the known operations. An unknown collective keeps its name: OP_OTHER + string code."""
 
 OP_OTHER: Final = 1000
 _OP_NAMES: Final = {code: name for name, code in OP.items()}
@@ -103,7 +103,7 @@ OP_CLASS: Final[dict[str, tuple[int, int]]] = {
 
 
 def op_code(name: str, strings: StringTable) -> int:
-    """Catalogue code of ``name`` (canonical spelling); an unknown name is interned in ``strings``."""
+    """Catalogue code of ``name`` (canonical spelling); an unknown one goes to ``strings``."""
     known = OP.get(name)
     return known if known is not None else OP_OTHER + strings.code(name)
 
@@ -367,7 +367,7 @@ class Trace:
 
 
 def conform(frame: pl.DataFrame, table: str) -> pl.DataFrame:
-    """``frame`` with exactly the columns of ``table``: missing ones null, types cast, extras dropped."""
+    """``frame`` with exactly the columns of ``table``: missing ones null, types cast, no others."""
     schema = _TABLES[table]
     return frame.select(
         (pl.col(name).cast(dtype) if name in frame.columns else pl.lit(None, dtype).alias(name))
@@ -516,7 +516,8 @@ def validate(trace: Trace, source: str = "trace") -> Trace:
             if frame[column].null_count():
                 row = frame[column].is_null().arg_true()[0]
                 raise SchemaError(
-                    f"{source}: table {name}, row {row}, column {column}: expected a value, found null"
+                    f"{source}: table {name}, row {row}, column {column}: expected a value, "
+                    "found null"
                 )
         index = {"jobs": "job", "comms": "comm", "stacks": "stack", "strings": "code"}.get(name)
         if (
@@ -551,7 +552,7 @@ def validate(trace: Trace, source: str = "trace") -> Trace:
     if events.select(pl.struct(key).n_unique()).item() != events.height:
         twice = events.group_by(key).len().filter(pl.col("len") > 1).sort(key).row(0, named=True)
         raise SchemaError(
-            f"{source}: rank {twice['rank']}, lane {twice['lane']}, column seq: expected increasing "
-            f"numbers, found {twice['seq']} {twice['len']} times"
+            f"{source}: rank {twice['rank']}, lane {twice['lane']}, column seq: expected "
+            f"increasing numbers, found {twice['seq']} {twice['len']} times"
         )
     return trace
