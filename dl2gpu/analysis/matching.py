@@ -18,7 +18,7 @@ import polars as pl
 from dl2gpu.analysis.matching_passes import Columns, Placed, pass_collectives, pass_messages
 from dl2gpu.analysis.matching_plan import attach, plan_collectives, plan_messages
 from dl2gpu.analysis.tables import Prepared, is_collective, prepare
-from dl2gpu.trace.schema import EXIT, Trace
+from dl2gpu.trace.schema import EXIT, FLAG, OP, Trace
 
 __all__ = ["Matching", "match", "match_prepared", "passed_members"]
 
@@ -75,6 +75,7 @@ def match_prepared(p: Prepared, *, by_plan: bool = False) -> Matching:
             message_nodes = passed
             events = p.events.with_columns(placed.series())
     nodes = pl.concat([coll_nodes, message_nodes], how="diagonal").sort("node")
+    nodes = _uneven(p, events, nodes)
     late = _late(p, events)
     if late.height:
         nodes = nodes.with_columns(
@@ -180,6 +181,45 @@ def passed_members(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
         )
         .select("node", "rank")
         .collect()
+    )
+
+
+def _uneven(p: Prepared, events: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
+    """Nodes with the all_to_all marked whose members get another sum than they put in.
+
+    Flight Recorder writes all_to_all with uneven splits under the one name and keeps only each
+    rank's totals: these may differ between ranks, but not summed over all of them.
+    """
+    source = p.jobs.filter(pl.col("source") == "flight_recorder")["job"]
+    if source.is_empty():
+        return nodes
+    sums = (
+        events.lazy()
+        .filter(
+            (pl.col("op") == OP["all_to_all"])
+            & (pl.col("node") >= 0)
+            & pl.col("job").is_in(source.implode())
+        )
+        .group_by("node")
+        .agg(
+            given=pl.col("count").sum(),
+            taken=pl.coalesce("count_out", "count").sum(),
+            fair=(
+                pl.col("count").is_not_null()
+                & ((pl.col("flags") & FLAG["sizes_incomparable"]) == 0)
+            ).all(),
+        )
+        .filter(pl.col("fair") & (pl.col("given") != pl.col("taken")))
+        .select("node", uneven=pl.lit(True))
+        .collect()
+    )
+    if sums.is_empty():
+        return nodes
+    uneven = pl.col("uneven").fill_null(False) & (pl.col("present") == pl.col("members"))
+    return (
+        nodes.join(sums, on="node", how="left", maintain_order="left")
+        .with_columns(blocks=pl.col("blocks") | uneven, differs=pl.col("differs") | uneven)
+        .drop("uneven")
     )
 
 

@@ -48,7 +48,7 @@ def summary_of(f: Finding) -> str:
         return f"At one position the ranks disagree ({aspects}): {sides}.{went}"
     if f.kind == "missing_participant" and f.reason == "skipped_call":
         left = _start(who if f.culprits else gone)
-        return f"{left} left out a call that the others made; it shows at {at}."
+        return f"{left} left out {_left_out(f)}that the others made; it shows at {at}."
     if f.kind == "missing_participant" and f.reason == "other_group":
         return f"{_start(others)} wait at {at} for {gone}, at work in a group of their own."
     if f.kind == "missing_participant":
@@ -79,6 +79,13 @@ _CIRCLES: Final[dict[str, str]] = {
     ),
     "init_cycle": "Ranks wait for each other in the creation of communicators",
 }
+
+
+def _left_out(f: Finding) -> str:
+    """The call that was left out, as far as it is known."""
+    expected = f.details.get("divergence", {}).get("expected", {})
+    where = expected.get("site") or user_frame(expected.get("stack"))
+    return f"the {expected.get('op', 'call')} at {where} " if where else "a call "
 
 
 def _start(text: str) -> str:
