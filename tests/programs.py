@@ -428,7 +428,7 @@ def _other_op(op: Op, program: Program, rank: int, rng: random.Random) -> Op:
         ["gather", "scatter"],
         ["send", "recv"],
     ):
-        if op["op"] in alike:
+        if op["op"] in alike and "any" not in (op.get("peer"), op.get("tag")):
             return {"op": rng.choice(alike), "root": op.get("root")}
     return {}
 

@@ -146,7 +146,7 @@ def fold(
         if _BROADCAST <= o <= _GATHER_V and len(root) > 0:
             b = _differ(f_root, v, root[e], b, DIFF_ROOT)
             if root[e] >= 0:
-                kind[v] = 1 if o <= _SCATTER_V else 2
+                kind[v] = max(kind[v], 1 if o <= _SCATTER_V else 2)
         fair = o < len(sized) and sized[o] and not flags[e] & _INCOMPARABLE
         if o == _ALL_TO_ALL and any_sizes[c]:
             fair = False

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis import matching_kernel as kernel
-from dl2gpu.analysis.matching_plan import no_nodes
+from dl2gpu.analysis.matching_plan import lost_comms, no_nodes
 from dl2gpu.analysis.signatures import SIZED
 from dl2gpu.analysis.tables import KIND, NCCL_LIKE, ROLE, Prepared, dtype_widths
 from dl2gpu.trace.schema import ANY, OP
@@ -136,7 +136,9 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
 
     missing = np.zeros(n_comms, np.bool_)
     over_jobs(p, lambda lo, hi: kernel.unnumbered(lo, hi, op, comm, ordinal, missing))
-    lost = _lost_comms(p, missing)
+    lost = np.zeros(n_comms, np.bool_)
+    if missing.any():
+        lost[lost_comms(p).to_numpy()] = True
     owner = np.full(n_comms, -1, np.int64)
     seen, last, times = (np.zeros(n_comms, np.int64) for _ in range(3))
     low = np.full(n_comms, np.iinfo(np.int64).max)
@@ -155,8 +157,9 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
     total = sum(width.tolist()) * copies
     k = out.k
     if total > _SPARSE * len(op) + 1024:
-        k, low, width = _dense_numbers(op, comm, out, n_comms)
-        total = int(width.sum()) * copies
+        k, low, width = _dense_numbers(op, comm, out, copy, n_comms)
+        copy, copies = np.zeros_like(copy), 1
+        total = int(width.sum())
     base = (np.cumsum(width) - width) * copies
     low = np.where(width > 0, low, 0)
 
@@ -173,6 +176,9 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
             out.node, present, finished, kind, bits, node_comm, node_k, *first,
         ),
     )  # fmt: skip
+    if k is not out.k:
+        placed = np.flatnonzero(out.node >= 0)
+        node_k[out.node[placed]] = out.k[placed]
     over_jobs(
         p,
         lambda lo, hi: kernel.roles(lo, hi, op, c["rank"], c["root"], out.node, first[1], out.role),
@@ -193,29 +199,24 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
     )
 
 
-def _lost_comms(p: Prepared, missing: Array) -> Array:
-    """bool[comms]: counted communicators of which a member lost its start."""
-    lost = np.zeros(len(missing), np.bool_)
-    cut = p.ranks.filter(pl.col("lost_before").fill_null(1) > 0)["r"]
-    if len(cut) and missing.any():
-        hit = p.events.lazy().filter(
-            pl.col("r").is_in(cut.implode()) & pl.col("comm").is_not_null()
-        )
-        lost[hit.select(pl.col("comm").unique()).collect()["comm"].to_numpy()] = True
-    return lost & missing
-
-
-def _dense_numbers(op: Array, comm: Array, out: Placed, n_comms: int) -> tuple[Array, Array, Array]:
-    """Ordinals by their rank within the communicator, for numbers with huge gaps."""
+def _dense_numbers(
+    op: Array, comm: Array, out: Placed, copy: Array, n_comms: int
+) -> tuple[Array, Array, Array]:
+    """Operations numbered within their communicator, for ordinals with huge gaps or repetitions."""
     rows = np.flatnonzero((op >= OP["all_reduce"]) & ~out.alone)
-    occur = (
-        pl.DataFrame({"i": rows, "comm": comm[rows], "k": out.k[rows]})
-        .with_columns(rank=pl.col("k").rank("dense").over("comm").cast(pl.Int64) - 1)
-    )  # fmt: skip
+    c, number, nth = comm[rows].astype(np.int64), out.k[rows], copy[rows]
+    order = np.lexsort((nth, number, c))
+    rows, c, number, nth = rows[order], c[order], number[order], nth[order]
+    other = c[1:] != c[:-1]
+    fresh = other | (number[1:] != number[:-1]) | (nth[1:] != nth[:-1])
+    slot = np.concatenate([[0], np.cumsum(fresh)])[: len(rows)]
+    begin = np.concatenate([[0], slot[1:][other]])[: len(rows)]
+    used = c[np.concatenate([[True], other])[: len(rows)]]
     k = np.full(len(op), -1, np.int64)
-    k[rows] = occur["rank"].to_numpy()
-    width = np.zeros(n_comms, np.int64)
-    np.maximum.at(width, comm[rows], k[rows] + 1)
+    low = np.zeros(n_comms, np.int64)
+    low[used] = begin
+    k[rows] = slot - low[c]
+    width = np.bincount(c[np.concatenate([[True], fresh])[: len(rows)]], minlength=n_comms)
     return k, np.zeros(n_comms, np.int64), width
 
 
@@ -260,6 +261,12 @@ def pass_messages(p: Prepared, c: Columns, out: Placed, first: int) -> pl.DataFr
     kinds = np.full(max(OP.values()) + 1, ROLE["send"], np.int8)
     kinds[OP["recv"]], kinds[OP["probe"]] = ROLE["recv"], ROLE["probe"]
     out.role[rows] = kinds[op]
+    only = np.flatnonzero((place[0] < 0) & (place[1] > 0))
+    if len(only):
+        # a sendrecv of which nothing is known but its receive is that receive
+        at = rows[only]
+        out.node[at], out.node2[at] = out.node2[at], -1
+        out.k[at], out.role[at] = place[1, only], ROLE["recv"]
     # nothing is known of the partner, or the message lies before what can be aligned
     out.alone[rows] = (place[0] < 0) & (place[1] < 0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 import polars as pl
 
 from dl2gpu.analysis.replay_kernel import count_along, repeats_along
@@ -16,7 +17,7 @@ from dl2gpu.analysis.signatures import compare_collectives, compare_messages
 from dl2gpu.analysis.tables import KIND, NCCL_LIKE, ROLE, Prepared, dtype_widths, is_collective
 from dl2gpu.trace.schema import ANY, FLAG, OP
 
-__all__ = ["attach", "plan_collectives", "plan_messages"]
+__all__ = ["attach", "lost_comms", "no_nodes", "plan_collectives", "plan_messages"]
 
 # --------------------------------------------------------------------------------------------------
 # Collectives
@@ -60,12 +61,10 @@ def plan_collectives(p: Prepared) -> tuple[pl.DataFrame, pl.DataFrame]:
             k=pl.when("by_source").then("ordinal").when(counts).then(pl.Series(nth))
         )
     coll = coll.with_columns(alone=(pl.col("size") == 1) | pl.col("empty") | pl.col("k").is_null())
-    repeated = repeats_along(
-        coll["r"].to_numpy(),
-        coll["comm"].to_numpy(),
-        coll["k"].fill_null(-1).to_numpy(),
-        p.comms.height,
-    )
+    real = np.flatnonzero(~coll["alone"].to_numpy())
+    repeated = np.zeros(coll.height, np.int64)
+    repeated[real] = repeats_along(*(coll[c].gather(real).to_numpy() for c in ("r", "comm", "k")),
+                                   p.comms.height)  # fmt: skip
     copies = int(repeated.max(initial=0)) + 1
     width = about["high"].fill_null(0) - about["low"].fill_null(0) + 1
     total = sum(width.to_list()) * copies
@@ -119,11 +118,7 @@ def _about_comms(p: Prepared, coll: pl.DataFrame) -> pl.DataFrame:
         high=pl.col("ordinal").max(),
         unnumbered=pl.col("ordinal").null_count(),
     ).collect()  # fmt: skip
-    lost = p.ranks.filter(pl.col("lost_before").fill_null(1) > 0).select("r")
-    if lost.height and (used["unnumbered"] > 0).any():
-        cut = coll.join(lost, on="r", how="semi")["comm"].unique()
-    else:
-        cut = pl.Series("comm", [], dtype=pl.Int32)
+    cut = lost_comms(p) if (used["unnumbered"] > 0).any() else pl.Series("comm", [], pl.Int32)
     return (
         p.comms.select("comm", "job", "size")
         .join(p.jobs.select("job", "semantics", "source"), on="job", how="left")
@@ -137,6 +132,17 @@ def _about_comms(p: Prepared, coll: pl.DataFrame) -> pl.DataFrame:
         )
         .sort("comm")
     )  # fmt: skip
+
+
+def lost_comms(p: Prepared) -> pl.Series:
+    """Communicators of which a member lost its start: their operations cannot be counted."""
+    cut = p.ranks.lazy().filter(pl.col("lost_before").fill_null(1) > 0).select("job", "rank")
+    members = (
+        p.comms.lazy().select("job", "comm", rank="ranks").explode("rank", empty_as_null=False)
+    )
+    users = p.events.lazy().filter(pl.col("comm").is_not_null()).select("job", "comm", "rank")
+    found = pl.concat([members, users]).join(cut, on=["job", "rank"], how="semi")
+    return found.select(pl.col("comm").unique()).collect()["comm"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -203,7 +209,7 @@ def _message_parts(p: Prepared) -> pl.LazyFrame:
     )
     return pl.concat([sends, recvs, second, probes]).with_columns(
         # NCCL ignores tags: order alone matches (rule 5)
-        tag_recorded=pl.col("tag"),
+        tag_recorded=pl.when(pl.col("tag") != ANY).then("tag"),
         tag=pl.when(pl.col("semantics") == NCCL_LIKE).then(0).otherwise(pl.col("tag").fill_null(0)),
     )
 
@@ -233,7 +239,8 @@ def plan_messages(p: Prepared, first: int) -> tuple[pl.DataFrame, pl.DataFrame, 
         .unique()
     )
     if wild.height:
-        wild = wild.sort("job", "comm", "dst").with_row_index("box")
+        # one mailbox a communicator: a sendrecv may send to one rank's mail and take from another's
+        wild = wild.with_columns(box=pl.struct("job", "comm").rank("dense") - 1)
         boxed = parts.join(wild, on=["job", "comm", "dst"], how="inner")
         boxes = boxed.select("i", pl.col("box").cast(pl.Int32)).unique()
         parts = parts.join(wild, on=["job", "comm", "dst"], how="anti")
@@ -310,10 +317,16 @@ def attach(
     sendrecv = events.filter(pl.col("op") == OP["sendrecv"]).select("i")
     if sendrecv.height:
         halves = parts.join(sendrecv, on="i", how="semi")
-        second = halves.filter(pl.col("role") == ROLE["recv"]).select("i", node2="node")
-        parts = parts.join(
-            halves.filter(pl.col("role") == ROLE["recv"]), on=["i", "role"], how="anti"
+        sent = halves.filter(pl.col("role") == ROLE["send"])
+        taken = halves.filter(pl.col("role") == ROLE["recv"])
+        second = taken.select("i", node2="node")
+        # one of which nothing is known but its receive is that receive
+        only = taken.filter(pl.col("node").is_not_null()).join(
+            sent.filter("alone"), on="i", how="semi"
         )
+        parts = parts.join(taken, on=["i", "role"], how="anti").join(only, on="i", how="anti")
+        parts = pl.concat([parts, only])
+        second = second.join(only, on="i", how="anti")
     else:
         second = pl.DataFrame(schema={"i": pl.UInt32, "node2": pl.Int32})
     placed = pl.concat([collectives.select("i", "node", "role", "alone", "k"), parts])

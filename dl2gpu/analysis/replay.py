@@ -17,7 +17,7 @@ import polars as pl
 
 from dl2gpu.analysis import replay_kernel
 from dl2gpu.analysis.matching import Matching
-from dl2gpu.analysis.tables import ROLE
+from dl2gpu.analysis.tables import NCCL_LIKE, ROLE
 from dl2gpu.trace.schema import MODE, OP, SEND_MODE, Trace
 
 __all__ = ["Fixpoint", "Program", "Scenario", "build", "replay", "run"]
@@ -158,12 +158,7 @@ def build(m: Matching) -> Program:
     n_boxes = int(box.max(initial=-1)) + 1
     box_start, box_event = replay_kernel.bucket(box.astype(np.int64) if n_boxes else _NONE, n_boxes)
     box_job = job[box_event[box_start[:-1]]] if n_boxes else np.zeros(0, np.int64)
-    boxed: dict[str, Array] = {
-        "peer": _codes(e["peer"], -2).astype(np.int32),
-        "tag": _codes(e["tag"], 0),
-        "recv_peer": np.where(op == OP["sendrecv"], _codes(e["recv_peer"], -2), -3),
-        "recv_tag": _codes(e["recv_tag"], 0),
-    } if n_boxes else {
+    boxed: dict[str, Array] = _mailbox(m) if n_boxes else {
         "peer": np.zeros(0, np.int32), "tag": _NONE, "recv_peer": np.zeros(0, np.int32),
         "recv_tag": _NONE,
     }  # fmt: skip
@@ -176,7 +171,7 @@ def build(m: Matching) -> Program:
         "dep_wait": dep_wait,
         "node1": np.where(alone, np.int32(-1), node1),
         "node2": node2,
-        "role": _boxed_roles(role, op, box) if n_boxes else role,
+        "role": role,
         "alone": alone,
         "done": _flags(e["done"]),
         "passed": _flags(e["passed"]),
@@ -202,12 +197,35 @@ def build(m: Matching) -> Program:
     )
 
 
-def _boxed_roles(role: Array, op: Array, box: Array) -> Array:
-    """Roles, with those of the events that are matched from a mailbox."""
-    boxed = box >= 0
-    taking = np.where(op == OP["recv"], ROLE["recv"], ROLE["send"])
-    taking = np.where(op == OP["probe"], ROLE["probe"], taking)
-    return np.where(boxed, taking, role).astype(np.int8)
+def _mailbox(m: Matching) -> dict[str, Array]:
+    """What the events that are matched from a mailbox ask for, and all roles.
+
+    ``peer`` and ``tag`` of the send or receive, ``recv_peer`` and ``recv_tag`` of the receive of a
+    sendrecv where that is taken from the mailbox (``recv_peer`` is -3 everywhere else).
+    """
+    e = m.events
+    op, box = e["op"].to_numpy(), e["box"].to_numpy()
+    wanted = e.lazy().join(m.prepared.jobs.lazy().select("job", "semantics"), on="job", how="left",
+                           maintain_order="left").select(
+        peer=pl.coalesce("matched_peer", "peer"),
+        tag=pl.when(pl.col("semantics") != NCCL_LIKE).then(pl.coalesce("matched_tag", "tag")),
+        recv_peer=pl.coalesce("recv_peer", "peer"),
+        recv_tag=pl.when(pl.col("semantics") != NCCL_LIKE).then(pl.coalesce("recv_tag", "tag")),
+    ).collect()  # fmt: skip
+    peer, recv_peer = (_codes(wanted[c], -2) for c in ("peer", "recv_peer"))
+    tag, recv_tag = (_codes(wanted[c], 0) for c in ("tag", "recv_tag"))
+    second = (op == OP["sendrecv"]) & (box >= 0) & (e["node2"].to_numpy() < 0)
+    alone = second & (peer == -2)  # it is not known where it sends to: it only receives
+    takes = (op == OP["recv"]) | alone
+    role = np.where(takes, ROLE["recv"], ROLE["send"])
+    role = np.where(op == OP["probe"], ROLE["probe"], role)
+    return {
+        "peer": np.where(alone, recv_peer, peer).astype(np.int32),
+        "tag": np.where(alone, recv_tag, tag),
+        "recv_peer": np.where(second & ~alone, recv_peer, -3).astype(np.int32),
+        "recv_tag": recv_tag,
+        "role": np.where(box >= 0, role, e["role"].to_numpy()).astype(np.int8),
+    }
 
 
 def _dense(values: Array) -> Array:

@@ -323,7 +323,7 @@ def run(
             if wait_kind[e] == 0 and not alone[e]:
                 if node1[e] >= 0 or role[e] != 0:
                     parts = 1
-                if node2[e] >= 0:
+                if node2[e] >= 0 or (len(recv_peer) > 0 and recv_peer[e] >= -1):
                     parts = 2
             parts_left[e] = parts
             if unit_of[e] >= 0:
@@ -602,7 +602,7 @@ def run(
                         if not started[e] or not taking:
                             continue
                         half = 0 if (role[e] == RECV or role[e] == PROBE) else 1
-                        if satisfied[e] & (4 + 4 * half) or (role[e] != PROBE and partner[e] >= 0):
+                        if satisfied[e] & (4 + 4 * half):
                             continue
                         src = peer[e] if half == 0 else recv_peer[e]
                         want = tag[e] if half == 0 else recv_tag[e]
@@ -611,6 +611,8 @@ def run(
                         for y in range(box_start[b], box_start[b + 1]):
                             s = box_event[y]
                             if role[s] != SEND or not started[s] or partner[s] >= 0:
+                                continue
+                            if peer[s] != rank_of[e]:
                                 continue
                             if src >= 0 and rank_of[s] != src:
                                 continue
@@ -626,7 +628,8 @@ def run(
                             met = True
                             n_sat = _satisfy(sats, n_sat, satisfied, 4 * e + 2 + half)
                             if role[e] != PROBE:
-                                partner[e] = best
+                                if half == 0:
+                                    partner[e] = best
                                 partner[best] = e
                                 n_sat = _satisfy(sats, n_sat, satisfied, 4 * best + 2)
                 if not met:
