@@ -10,18 +10,16 @@ from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis import matching_kernel as kernel
+from dl2gpu.analysis.arrays import Array, codes, flags, plain
 from dl2gpu.analysis.matching_plan import lost_comms, no_nodes
 from dl2gpu.analysis.signatures import SIZED
 from dl2gpu.analysis.tables import KIND, NCCL_LIKE, ROLE, Prepared, dtype_widths
 from dl2gpu.trace.schema import ANY, OP
 
 __all__ = ["Columns", "Placed", "pass_collectives", "pass_messages"]
-
-Array = npt.NDArray[Any]
 
 _SPARSE: Final = 4
 """Ordinals may leave gaps up to this factor; damaged or hostile numbers are made dense."""
@@ -37,23 +35,13 @@ class Columns:
     def __getitem__(self, name: str) -> Array:
         if name not in self._got:
             series = self._events[name]
-            empty = series.null_count() == len(series)
-            if empty:
-                self._got[name] = np.zeros(0, np.int64)
-            elif series.dtype == pl.Boolean:
-                self._got[name] = series.fill_null(False).to_numpy()
-            else:
-                filled = series.fill_null(-1) if series.null_count() else series
-                self._got[name] = filled.to_numpy()
+            fill = flags if series.dtype == pl.Boolean else codes
+            self._got[name] = fill(series, empty=True)
         return self._got[name]
 
     def at(self, name: str, rows: Array, null: int = -1) -> Array:
         """The column at some rows, filled where it is null."""
-        series = self._events[name]
-        if series.null_count() == len(series):
-            return np.full(len(rows), null, np.int64)
-        picked = series.gather(rows)
-        return (picked.fill_null(null) if picked.null_count() else picked).to_numpy()
+        return codes(self._events[name].gather(rows), null)
 
 
 class Placed:
@@ -126,9 +114,9 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
     about = p.comms.select("comm", "job", "size").join(
         p.jobs.select("job", "semantics", "source"), on="job", how="left"
     ).sort("comm")  # fmt: skip
-    size = about["size"].to_numpy()
-    nccl = (about["semantics"] == NCCL_LIKE).fill_null(True).to_numpy()
-    any_sizes = (about["source"] == "flight_recorder").fill_null(False).to_numpy()
+    size = plain(about["size"])
+    nccl = plain((about["semantics"] == NCCL_LIKE).fill_null(True))
+    any_sizes = plain((about["source"] == "flight_recorder").fill_null(False))
     op, comm, r = c["op"], c["comm"], c["r"]
     if not len(comm):
         comm = np.full(len(op), -1, np.int32)
@@ -228,19 +216,18 @@ def pass_messages(p: Prepared, c: Columns, out: Placed, first: int) -> pl.DataFr
     if _wildcards(p):
         return None
     op, job, r = (c[name][rows] for name in ("op", "job", "r"))
-    tags_matter = (p.jobs["semantics"] != NCCL_LIKE).to_numpy()
+    tags_matter = plain(p.jobs["semantics"] != NCCL_LIKE)
     tag = c.at("tag", rows)
     channel, c_comm, c_src, c_dst, _, c_job = kernel.channels(
         op, job, c.at("comm", rows), c["rank"][rows], c.at("peer", rows, -2), tag,
         c.at("recv_peer", rows), c.at("recv_tag", rows), c.at("matched_peer", rows),
         c.at("matched_tag", rows), tags_matter,
     )  # fmt: skip
-    lossy = (
+    lossy = plain(
         p.ranks.select(
             (pl.col("lost_before").fill_null(1) > 0) | pl.col("only_active").fill_null(False)
-        )
-        .to_series().to_numpy()
-    )  # fmt: skip
+        ).to_series()
+    )
     nbytes, count, dtype = (c.at(name, rows) for name in ("bytes", "count", "dtype"))
     out_bytes, out_count = nbytes, count
     exchange = np.flatnonzero(op == OP["sendrecv"])

@@ -299,6 +299,7 @@ def plan_messages(p: Prepared, first: int) -> tuple[pl.DataFrame, pl.DataFrame, 
 
 
 def no_nodes() -> pl.DataFrame:
+    """The node table of messages, empty."""
     return pl.DataFrame(
         schema={
             "node": pl.Int32, "kind": pl.Int8, "job": pl.Int32, "comm": pl.Int32, "k": pl.Int64,

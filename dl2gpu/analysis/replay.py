@@ -9,20 +9,18 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis import replay_kernel
+from dl2gpu.analysis.arrays import Array, codes, flags, plain
 from dl2gpu.analysis.matching import Matching
 from dl2gpu.analysis.tables import NCCL_LIKE, ROLE
 from dl2gpu.trace.schema import MODE, OP, SEND_MODE, Trace
 
 __all__ = ["Fixpoint", "Program", "Scenario", "build", "replay", "run"]
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -110,17 +108,6 @@ class Layout:
     unit_size: Array
 
 
-def _codes(series: pl.Series, null: int = -1) -> Array:
-    """A column as an array, nulls filled; of its own type."""
-    if series.null_count() == len(series):
-        return np.full(len(series), null, series.to_physical().head(0).to_numpy().dtype)
-    return (series.fill_null(null) if series.null_count() else series).to_numpy()
-
-
-def _flags(series: pl.Series) -> Array:
-    return (series.fill_null(False) if series.null_count() else series).to_numpy()
-
-
 _NONE: Final = np.zeros(0, np.int64)
 
 
@@ -129,10 +116,10 @@ def build(m: Matching) -> Program:
     e = m.events
     n = e.height
     n_jobs = m.prepared.jobs.height
-    job = e["job"].to_numpy()
+    job = plain(e["job"])
     job_event = np.searchsorted(job, np.arange(n_jobs + 1)).astype(np.int32)
-    op = e["op"].to_numpy()
-    stream = _codes(e["stream"])
+    op = plain(e["op"])
+    stream = codes(e["stream"])
     is_wait = op == OP["wait"]
     wait_left = np.zeros(n, np.int32)
     wait_kind = np.zeros(n, np.uint8)
@@ -142,19 +129,19 @@ def build(m: Matching) -> Program:
         dep_start, dep_item = replay_kernel.bucket(target.astype(np.int64), n)
         dep_wait = wait[dep_item]
         wait_left = np.bincount(wait, minlength=n).astype(np.int32)
-        any_mode = (_codes(e["mode"], null=0) != MODE["all"]) & is_wait
+        any_mode = (codes(e["mode"], null=0) != MODE["all"]) & is_wait
         wait_left[any_mode] = np.minimum(wait_left[any_mode], 1)
         wait_kind[is_wait] = 1
         # an empty list on a host wait that does not block waits for nothing
-        wait_kind[is_wait & (stream < 0) & _waits_for_all(e) & _flags(e["blocking"])] = 2
+        wait_kind[is_wait & (stream < 0) & _waits_for_all(e) & flags(e["blocking"])] = 2
     else:
         waits = _no_pairs()
         dep_start, dep_wait = np.zeros(n + 1, np.int32), np.zeros(0, np.int32)
 
-    node1, node2, alone = e["node"].to_numpy(), e["node2"].to_numpy(), e["alone"].to_numpy()
+    node1, node2, alone = plain(e["node"]), plain(e["node2"]), plain(e["alone"])
     node_start, node_part = replay_kernel.parts_of(node1, node2, alone, m.nodes.height)
-    role = e["role"].to_numpy()
-    box = e["box"].to_numpy()
+    role = plain(e["role"])
+    box = plain(e["box"])
     n_boxes = int(box.max(initial=-1)) + 1
     box_start, box_event = replay_kernel.bucket(box.astype(np.int64) if n_boxes else _NONE, n_boxes)
     box_job = job[box_event[box_start[:-1]]] if n_boxes else np.zeros(0, np.int64)
@@ -162,9 +149,9 @@ def build(m: Matching) -> Program:
         "peer": np.zeros(0, np.int32), "tag": _NONE, "recv_peer": np.zeros(0, np.int32),
         "recv_tag": _NONE,
     }  # fmt: skip
-    lane = e["lane"].to_numpy()
+    lane = plain(e["lane"])
     kernel: dict[str, Array] = {
-        "host_blocks": _flags(e["blocking"]) | is_wait,
+        "host_blocks": flags(e["blocking"]) | is_wait,
         "wait_kind": wait_kind,
         "wait_left": wait_left,
         "dep_start": dep_start,
@@ -173,13 +160,13 @@ def build(m: Matching) -> Program:
         "node2": node2,
         "role": role,
         "alone": alone,
-        "done": _flags(e["done"]),
-        "passed": _flags(e["passed"]),
+        "done": flags(e["done"]),
+        "passed": flags(e["passed"]),
         "node_start": node_start,
         "node_part": node_part,
-        "node_kind": _codes(m.nodes["kind"]),
-        "node_need": _codes(m.nodes["need"]),
-        "node_blocks": _flags(m.nodes["blocks"]),
+        "node_kind": codes(m.nodes["kind"]),
+        "node_need": codes(m.nodes["need"]),
+        "node_blocks": flags(m.nodes["blocks"]),
         "box_start": box_start,
         "box_event": box_event,
         "job_box": np.searchsorted(box_job, np.arange(n_jobs + 1)).astype(np.int32),
@@ -187,11 +174,11 @@ def build(m: Matching) -> Program:
     return Program(
         matching=m,
         job_event=job_event,
-        rank_of=e["rank"].to_numpy(),
-        r=e["r"].to_numpy(),
+        rank_of=plain(e["rank"]),
+        r=plain(e["r"]),
         lane=_dense(lane),
         stream=stream,
-        group=_NONE if e["group"].null_count() == n else _codes(e["group"]),
+        group=_NONE if e["group"].null_count() == n else codes(e["group"]),
         kernel=kernel,
         waits=waits,
     )
@@ -212,8 +199,8 @@ def _mailbox(m: Matching) -> dict[str, Array]:
         recv_peer=pl.coalesce("recv_peer", "peer"),
         recv_tag=pl.when(pl.col("semantics") != NCCL_LIKE).then(pl.coalesce("recv_tag", "tag")),
     ).collect()  # fmt: skip
-    peer, recv_peer = (_codes(wanted[c], -2) for c in ("peer", "recv_peer"))
-    tag, recv_tag = (_codes(wanted[c], 0) for c in ("tag", "recv_tag"))
+    peer, recv_peer = (codes(wanted[c], -2) for c in ("peer", "recv_peer"))
+    tag, recv_tag = (codes(wanted[c], 0) for c in ("tag", "recv_tag"))
     second = (op == OP["sendrecv"]) & (box >= 0) & (e["node2"].to_numpy() < 0)
     alone = second & (peer == -2)  # it is not known where it sends to: it only receives
     takes = (op == OP["recv"]) | alone
@@ -398,12 +385,12 @@ def _eager(p: Program, scenario: Scenario) -> Array:
     plain = mode.null_count() == n or int(mode.max() or 0) == SEND_MODE["standard"]  # type: ignore[arg-type]
     if plain and not scenario.eager_bytes:
         return np.zeros(n, np.bool_)
-    how = _codes(mode, SEND_MODE["standard"])
+    how = codes(mode, SEND_MODE["standard"])
     small = np.zeros(n, np.bool_)
     if scenario.eager_bytes == Scenario.INFINITE:
         small[:] = True
     elif scenario.eager_bytes:
-        size = _codes(e["bytes"])
+        size = codes(e["bytes"])
         small = (size >= 0) & (size <= scenario.eager_bytes)
     out: Array = (how == SEND_MODE["buffered"]) | (small & (how != SEND_MODE["synchronous"]))
     return out

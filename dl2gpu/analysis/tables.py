@@ -8,16 +8,14 @@ channel. Everything downstream refers to events by ``i``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
+from dl2gpu.analysis.arrays import Array, plain
 from dl2gpu.analysis.replay_kernel import in_order, passed_by_host
 from dl2gpu.trace.schema import DTYPE_BYTES, EXIT, OP, OP_OTHER, RANKS, STATE, Trace, conform
-
-Array = npt.NDArray[Any]
 
 __all__ = ["BACKEND_CLASS", "Prepared", "backend_class", "prepare"]
 
@@ -81,7 +79,7 @@ _KEEP: Final = (
 
 def _in_order(events: pl.DataFrame) -> bool:
     """Are the rows already sorted by (job, rank, seq, lane)? Readers mostly deliver them so."""
-    return bool(in_order(*(events[c].to_numpy() for c in ("job", "rank", "seq", "lane"))))
+    return bool(in_order(*(plain(events[c]) for c in ("job", "rank", "seq", "lane"))))
 
 
 def prepare(trace: Trace) -> Prepared:
@@ -271,9 +269,9 @@ def _passed(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> Ar
     if wait.any():
         everything = wait & host & (events["requests"].list.len().fill_null(0) == 0).to_numpy()
     out: Array = passed_by_host(
-        events["r"].to_numpy(),
-        events["lane"].to_numpy(),
-        prefix,
+        plain(events["r"]),
+        plain(events["lane"]),
+        plain(prefix),
         host & (blocking | wait),
         everything,
     )

@@ -34,7 +34,7 @@ def find_cache() -> None:
 
 
 def load_numba() -> None:
-    """Load Numba without SciPy's linear algebra, a fifth of a short scan's time. For the command line.
+    """Load Numba without SciPy's linear algebra: a sixth of a short scan. For the command line.
 
     Numba looks for SciPy's BLAS when it loads, for functions that no kernel of ours uses, and does
     without where there is none. Nothing is hidden afterwards: the components still use SciPy.
