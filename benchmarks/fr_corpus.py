@@ -56,8 +56,10 @@ class Layout:
         return self.ranks // (self.tensor * self.pipeline)
 
     @classmethod
-    def of(cls, ranks: int) -> Layout:
+    def of(cls, ranks: int, pipeline: int | None = None) -> Layout:
         tensor = next(t for t in (8, 4, 2, 1) if ranks % t == 0)
+        if pipeline is not None:
+            return cls(ranks, tensor, pipeline)
         pipeline = next(p for p in (4, 2, 1) if (ranks // tensor) % p == 0)
         return cls(ranks, tensor, pipeline)
 
@@ -273,11 +275,15 @@ def _calls(step: list[list[Site]], entries: int) -> Iterator[tuple[int, list[Sit
 
 
 def write(
-    folder: Path, ranks: int, entries: int, depth: int | None = 16, version: Any = (2, 9)
-) -> int:
-    """Write one job of ``ranks`` dumps into ``folder``; returns the bytes written."""
+    folder: Path, ranks: int, entries: int, depth: int | None = 16, version: Any = (2, 9),
+    pipeline: int | None = None,
+) -> int:  # fmt: skip
+    """Write one job of ``ranks`` dumps into ``folder``; returns the bytes written.
+
+    ``pipeline`` stages: 1 leaves collectives only, None takes what divides the ranks.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    layout = Layout.of(ranks)
+    layout = Layout.of(ranks, pipeline)
     total = 0
     for rank in range(ranks):
         data = rank_dump(rank, layout, entries, depth, version)
@@ -293,10 +299,11 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=2000)
     parser.add_argument("--frames", type=int, default=16)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--pipeline", type=int, help="stages; 1: collectives only")
     args = parser.parse_args()
     for job in range(args.jobs):
         name = args.out / f"job_{job}" if args.jobs > 1 else args.out
-        size = write(name, args.ranks, args.entries, args.frames or None)
+        size = write(name, args.ranks, args.entries, args.frames or None, pipeline=args.pipeline)
         print(f"{name}: {args.ranks} ranks x {args.entries} entries, {size / 1e6:.1f} MB")
 
 
