@@ -119,12 +119,14 @@ class Names:
         for rank in ranks:
             a, b = lo + np.searchsorted(rank_of[lo:hi], [rank, rank + 1])
             events = a + np.flatnonzero(issued[a:b])[-count:]
-            states = {code: name for name, code in STATE.items()}
-            out[str(rank)] = [
-                self.operation(int(e)) | {"state": states[int(self.column("state")[e])]}
-                for e in events
-            ]
+            out[str(rank)] = [self.operation(int(e)) | self._state(int(e)) for e in events]
         return out
+
+    def _state(self, event: int) -> dict[str, str]:
+        """The recorded state, where there is one."""
+        code = int(self.column("state")[event])
+        names = [name for name, number in STATE.items() if number == code]
+        return {"state": names[0]} if code else {}
 
     def signature(self, event: int) -> dict[str, Any]:
         """Operation, size, type, root, peer: what participants have to agree on, where known."""

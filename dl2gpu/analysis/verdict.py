@@ -204,6 +204,15 @@ def _passed_mismatches(p: Program, names: Names, findings: list[Finding]) -> lis
     return out
 
 
+def _plain(value: Any) -> Any:
+    """Details without the labels that only the summary needs."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items() if k != "label"}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
 _SHOWN_RANKS: Final = 16
 _SHOWN_OPERATIONS: Final = 4
 """Of so many ranks a finding shows so many of the operations issued last."""
@@ -267,7 +276,8 @@ def _conclude(m: Matching, findings: list[Finding], open_jobs: set[int]) -> Anal
                 advice=advice_for(f),
             )  # fmt: skip
             done = replace(done, summary=summary_of(done))
-            rows.append({k: getattr(done, k) for k in done.__dataclass_fields__})
+            row = {k: getattr(done, k) for k in done.__dataclass_fields__}
+            rows.append(row | {"details": _plain(done.details)})
     out = jobs.select("job").with_columns(
         verdict=pl.Series(verdict, dtype=pl.String), deadlocked=pl.Series(dead, dtype=pl.Boolean)
     )
