@@ -26,7 +26,7 @@ from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Fixpoint, Program
 from dl2gpu.analysis.roots import Cause
 from dl2gpu.analysis.tables import KIND, ROLE
-from dl2gpu.analysis.waitfor import Graph
+from dl2gpu.analysis.waitfor import Graph, is_place, stands_at
 from dl2gpu.trace.schema import OP
 
 __all__ = ["findings_of", "mismatch_at"]
@@ -68,11 +68,7 @@ def _here(p: Program, g: Graph, nodes: Array) -> list[int]:
 
 def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Finding:
     steps = _cycle_places(p, names, g, cause)
-    places = [v for v in cause.vertices if v < g.node0]
-    heads = []
-    for v in places:
-        e = g.fix.lane_at[v] if v < g.queue0 else g.fix.queue_at[v - g.queue0]
-        heads.append(int(e))
+    heads = [stands_at(g, int(v)) for v in cause.vertices[is_place(g, cause.vertices)]]
     op = names.column("op")
     real = [e for e in heads if op[e] != OP["wait"]]
     at = sorted(set(real) | set(_here(p, g, cause.nodes)))
@@ -116,7 +112,18 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
             details={"divergence": left.details, "missing_ranks": list(left.odd)},
             **base,
         )
-    culprits, victims = _sides(p, g, cause, victims)
+    few = _minority(p, g, cause)
+    if few and kind == "order_inversion":
+        # the others stand where the program led all of them; these went to another group
+        return Finding(
+            kind="missing_participant",
+            culprits=few,
+            victims=tuple(sorted((set(cause.waiting) | set(cause.ranks)) - set(few))),
+            first_divergence=names.operation(_first_of(names, at)),
+            reason="other_group",
+            details={"missing_ranks": list(few)},
+            **base,
+        )
     reason = (
         "host_blocked"
         if cause.inferred or any(s["place"] == "host" for s in steps)
@@ -124,7 +131,7 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
     )
     return Finding(
         kind=kind,
-        culprits=culprits,
+        culprits=cause.ranks,
         victims=victims,
         first_divergence=names.operation(first) if first is not None else None,
         reason=reason,
@@ -160,13 +167,11 @@ def _owners(p: Program, names: Names, events: list[int]) -> tuple[int, ...]:
     return tuple(sorted({int(p.rank_of[e]) for e in events if op[e] != OP["send"]}))
 
 
-def _sides(
-    p: Program, g: Graph, cause: Cause, victims: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Culprits and victims of a circle: all ranks on it, or the few against the many.
+def _minority(p: Program, g: Graph, cause: Cause) -> tuple[int, ...]:
+    """The few in a circle of two collectives that stand against many; empty where there are none.
 
-    Where two collectives stand against each other and one has a minority of the ranks, that
-    minority left the common order; the others stand where the program led all of them.
+    Where two collectives stand against each other and one has by far the fewer ranks, those left
+    the order that all others keep.
     """
     kinds = p.matching.nodes["kind"].to_numpy()[cause.nodes]
     sides = [
@@ -177,8 +182,8 @@ def _sides(
     if len(sides) == 2 and (kinds != KIND["message"]).all() and not sides[0] & sides[1]:
         few, many = sorted(sides, key=len)
         if 2 * len(few) < len(many):
-            return tuple(sorted(few)), tuple(sorted((set(victims) | set(cause.ranks)) - few))
-    return cause.ranks, victims
+            return tuple(sorted(few))
+    return ()
 
 
 def _cycle_places(p: Program, names: Names, g: Graph, cause: Cause) -> tuple[dict[str, Any], ...]:
@@ -188,7 +193,7 @@ def _cycle_places(p: Program, names: Names, g: Graph, cause: Cause) -> tuple[dic
     keep = inside[g.src] & inside[g.dst]
     order = np.argsort(g.src[keep], kind="stable")
     src, dst = g.src[keep][order], g.dst[keep][order]
-    start = int(cause.vertices[cause.vertices < g.node0][0])
+    start = int(cause.vertices[is_place(g, cause.vertices)][0])
     parent: dict[int, int] = {}
     front = [start]
     last = -1
@@ -210,19 +215,22 @@ def _cycle_places(p: Program, names: Names, g: Graph, cause: Cause) -> tuple[dic
     while path and path[-1] != start:
         path.append(parent[path[-1]])
     path.reverse()
-    circle = [v for v in path if v < g.node0]
+    on = is_place(g, np.array(path, dtype=np.int64))
+    circle = [v for v, yes in zip(path, on, strict=True) if yes]
     lay = g.fix.layout
     ranks = p.matching.prepared.ranks["rank"].to_numpy()
 
     def rank_of(v: int) -> int:
+        if v >= g.rank0:
+            return int(ranks[v - g.rank0])
         row = lay.lane_rank[v] if v < g.queue0 else lay.queue_rank[v - g.queue0]
         return int(ranks[row])
 
     steps = []
     for x, v in enumerate(circle):
-        e = int(g.fix.lane_at[v] if v < g.queue0 else g.fix.queue_at[v - g.queue0])
+        e = stands_at(g, v)
         op = names.operation(e)
-        on_stream = v >= g.queue0
+        on_stream = g.queue0 <= v < g.node0
         steps.append(
             {
                 "rank": op["rank"],

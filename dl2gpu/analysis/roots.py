@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from dl2gpu.analysis.waitfor import FATE, Graph, components
+from dl2gpu.analysis.waitfor import FATE, Graph, components, stands_at
 
 __all__ = ["Cause", "find_causes"]
 
@@ -79,7 +79,8 @@ def place_ranks(g: Graph, mask: Array) -> Array:
     mask = mask & g.stuck
     lanes = lay.lane_rank[mask[g.lane0 : g.queue0]]
     queues = lay.queue_rank[mask[g.queue0 : g.node0]]
-    return np.unique(np.concatenate([lanes, queues]).astype(np.int64))
+    silent = np.flatnonzero(mask[g.rank0 :])
+    return np.unique(np.concatenate([lanes, queues, silent]).astype(np.int64))
 
 
 def _earliest(nodes: pl.DataFrame, disagree: Array) -> Array:
@@ -98,12 +99,6 @@ def _earliest(nodes: pl.DataFrame, disagree: Array) -> Array:
         .collect()
     )
     return lead["node"].to_numpy().astype(np.int64)
-
-
-def _stands_at(g: Graph, place: int) -> int:
-    """The event at which a place stands."""
-    at = g.fix.lane_at[place] if place < g.queue0 else g.fix.queue_at[place - g.queue0]
-    return int(at)
 
 
 def find_causes(g: Graph) -> list[Cause]:
@@ -162,7 +157,7 @@ def find_causes(g: Graph) -> list[Cause]:
         mine = over & (rank_job[target] == j)
         rows = np.unique(target[mine])
         rooted[g.rank0 + rows] = True
-        stands = tuple(sorted({_stands_at(g, int(v)) for v in np.unique(g.src[mine])}))
+        stands = tuple(sorted({stands_at(g, int(v)) for v in np.unique(g.src[mine])}))
         none = np.zeros(0, np.int64)
         add(int(j), "ended", g.rank0 + rows, none, numbers(rows), False, stands)
 

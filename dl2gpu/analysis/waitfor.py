@@ -28,7 +28,7 @@ from dl2gpu.analysis.replay import Fixpoint, Program
 from dl2gpu.analysis.tables import KIND, ROLE
 from dl2gpu.trace.schema import ANY, EXIT, MODE
 
-__all__ = ["FATE", "Graph", "build_graph", "components"]
+__all__ = ["FATE", "Graph", "build_graph", "components", "is_place", "stands_at"]
 
 Array = npt.NDArray[Any]
 
@@ -57,6 +57,8 @@ class Graph:
         absent: (node, rank, fate) of members whose operation is not in the record.
         fate: int8[ranks], FATE of each rank row.
         either: bool[size], vertices that need one target, not all.
+        silent_at: int64[ranks], the first pending host operation of a rank whose host waits are not
+            recorded: where its host may stand (inferred); -1: none.
     """
 
     program: Program
@@ -73,6 +75,7 @@ class Graph:
     absent: pl.DataFrame
     fate: Array
     either: Array
+    silent_at: Array
 
 
 def open_nodes(p: Program, fix: Fixpoint) -> Array:
@@ -189,14 +192,44 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
     silent = _silent_hosts(p, fate)
     queues = np.flatnonzero(queue_stuck & silent[lay.queue_rank])
     more_src, more_dst = rank0 + lay.queue_rank[queues].astype(np.int64), queue0 + queues
-    inferred = np.concatenate([np.zeros(len(src), bool), np.ones(len(queues), bool)])
+    # the same where operations are the host's own, and whether it waits for them is not recorded
+    silent_at = np.full(n_ranks, -1, np.int64)
+    pending = np.flatnonzero(
+        fix.started & ~fix.completed & (lay.queue_of < 0) & ~k["host_blocks"] & silent[p.r]
+    )
+    silent_at[p.r[pending[::-1]]] = pending[::-1]
+    for name in ("node1", "node2"):
+        node = k[name][pending]
+        has = node >= 0
+        more_src = np.concatenate([more_src, rank0 + p.r[pending[has]].astype(np.int64)])
+        more_dst = np.concatenate([more_dst, node0 + node[has].astype(np.int64)])
+    inferred = np.concatenate([np.zeros(len(src), bool), np.ones(len(more_src), bool)])
     src, dst = np.concatenate([src, more_src]), np.concatenate([dst, more_dst])
     stuck = np.zeros(size, np.bool_)
     stuck[place] = True
     stuck[node0 + nodes] = True
+    stuck[rank0 + np.flatnonzero(silent_at >= 0)] = True
     return Graph(
-        p, fix, src, dst, inferred, lane0, queue0, node0, rank0, size, stuck, absent, fate, either
-    )
+        p, fix, src, dst, inferred, lane0, queue0, node0, rank0, size, stuck, absent, fate, either,
+        silent_at,
+    )  # fmt: skip
+
+
+def stands_at(g: Graph, place: int) -> int:
+    """The event at which a place stands: a lane, a queue, or a rank whose host is silent."""
+    if place < g.queue0:
+        return int(g.fix.lane_at[place])
+    if place < g.node0:
+        return int(g.fix.queue_at[place - g.queue0])
+    return int(g.silent_at[place - g.rank0])
+
+
+def is_place(g: Graph, vertices: Array) -> Array:
+    """bool: which of the vertices are places where a rank stands."""
+    out: Array = vertices < g.node0
+    ranks = vertices >= g.rank0
+    out[ranks] = g.silent_at[vertices[ranks] - g.rank0] >= 0
+    return out
 
 
 def _wait_targets(p: Program, fix: Fixpoint, waits: Array, places: Array) -> tuple[Array, Array]:
@@ -406,5 +439,6 @@ def components(g: Graph, with_inferred: bool) -> tuple[Array, Array]:
     own = src[src == dst]
     circular[label[own]] = True
     # a single node or rank is no place
-    places = np.bincount(label[: g.node0], minlength=count)
+    every = np.arange(g.size)
+    places = np.bincount(label[every[is_place(g, every)]], minlength=count)
     return label, circular & (places > 0)
