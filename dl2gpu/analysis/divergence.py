@@ -88,9 +88,13 @@ def find_divergence(p: Program, names: Names, node: int) -> Divergence | None:
     """
     m = p.matching
     comm, last = int(m.nodes["comm"][node]), int(m.nodes["k"][node])
-    on = m.events.filter(
-        (pl.col("comm") == comm) & (pl.col("op") >= OP["all_reduce"]) & (pl.col("k") <= last)
-    ).select("i", "rank", "k", "stack", "op", "count")
+    on = (
+        p.events_of(int(m.nodes["job"][node]))
+        .filter(
+            (pl.col("comm") == comm) & (pl.col("op") >= OP["all_reduce"]) & (pl.col("k") <= last)
+        )
+        .select("i", "rank", "k", "stack", "op", "count")
+    )
     if on.is_empty() or on["stack"].null_count() == on.height:
         return None
     sites = names.sites
@@ -162,7 +166,8 @@ def find_departure(
     """
     m = p.matching
     job = int(m.nodes["job"][node])
-    present = m.events.lazy().filter(pl.col("node") == node).select("rank").collect()["rank"]
+    events = p.events_of(job)
+    present = events.filter(pl.col("node") == node)["rank"]
     good = [r for r in present.sort().to_list() if r not in odd][:_COMPARED]
     if len(odd) != 1 or len(good) < 2:
         return None
@@ -170,10 +175,9 @@ def find_departure(
     if (ranks["lost_before"].fill_null(1) > 0).any() or ranks["only_active"].fill_null(False).any():
         return None
     rows = (
-        m.events.lazy()
+        events.lazy()
         .filter(
-            (pl.col("job") == job)
-            & pl.col("rank").is_in([*good, *odd])
+            pl.col("rank").is_in([*good, *odd])
             & (pl.col("op") != OP["wait"])
             & (pl.col("lane") == 0)
         )
@@ -205,7 +209,7 @@ def find_departure(
     if not len(away) or not same[: away[0] + 1].all():
         return None
     x = int(away[0])
-    own = m.events.filter((pl.col("node") == node) & (pl.col("rank") == odd[0]))["i"]
+    own = events.filter((pl.col("node") == node) & (pl.col("rank") == odd[0]))["i"]
     here = int(own[0]) if len(own) else int(at[-1]) + 1
     if at[x] >= here:
         return None

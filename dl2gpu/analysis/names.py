@@ -110,14 +110,16 @@ class Names:
         }
 
     def last_operations(
-        self, job: int, ranks: list[int], issued: Any, count: int
+        self, lo: int, hi: int, ranks: list[int], issued: Any, count: int
     ) -> dict[str, list[dict[str, Any]]]:
-        """Rank (as text) to the ``count`` operations it issued last, newest last."""
-        job_of, rank_of = self.column("job"), self.column("rank")
-        lo, hi = np.searchsorted(job_of, [job, job + 1])
+        """Rank (as text) to the ``count`` operations it issued last, newest last.
+
+        ``lo``, ``hi``: the rows of the job.
+        """
+        rank_of = self.column("rank")[lo:hi]
         out: dict[str, list[dict[str, Any]]] = {}
         for rank in ranks:
-            a, b = lo + np.searchsorted(rank_of[lo:hi], [rank, rank + 1])
+            a, b = lo + np.searchsorted(rank_of, np.array([rank, rank + 1], dtype=rank_of.dtype))
             events = a + np.flatnonzero(issued[a:b])[-count:]
             out[str(rank)] = [self.operation(int(e)) | self._state(int(e)) for e in events]
         return out

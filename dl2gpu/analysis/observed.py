@@ -85,14 +85,12 @@ def went_on(p: Program, job: int, absent: set[int], here: list[int]) -> bool:
     All of them, by the recorded times: issued after the first of the others had come, and completed
     after the last; and on communicators that none of the waiting ranks shares.
     """
-    events = p.matching.events
-    waiting = events[here]
+    waiting = p.matching.events[here]
     first, last = waiting["t_created"].min(), waiting["t_created"].max()
     if first is None or not absent:
         return False
-    own = events.filter(
-        (pl.col("job") == job)
-        & pl.col("rank").is_in(sorted(absent))
+    own = p.events_of(job).filter(
+        pl.col("rank").is_in(sorted(absent))
         & (pl.col("t_created") > first)
         & (pl.col("t_completed") > last)
     )

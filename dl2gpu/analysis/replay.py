@@ -70,6 +70,11 @@ class Program:
     waits: pl.DataFrame
     """(wait, target): events that each wait with named requests, or on a stream, waits for."""
 
+    def events_of(self, job: int) -> pl.DataFrame:
+        """The events of one job, without a copy."""
+        lo, hi = int(self.job_event[job]), int(self.job_event[job + 1])
+        return self.matching.events[lo:hi]
+
 
 @dataclass(frozen=True)
 class Fixpoint:

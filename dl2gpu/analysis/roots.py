@@ -54,8 +54,8 @@ class _Reach:
         self.g = g
         n = g.size
         self._n = n
-        self.back = csr_matrix((np.ones(len(g.src), np.int8), (g.dst, g.src)), shape=(n, n))
-        self.forth = csr_matrix((np.ones(len(g.src), np.int8), (g.src, g.dst)), shape=(n, n))
+        self.back = csr_matrix((np.ones(len(g.src)), (g.dst, g.src)), shape=(n, n))
+        self.forth = csr_matrix((np.ones(len(g.src)), (g.src, g.dst)), shape=(n, n))
 
     def _from(self, matrix: Any, seeds: Array) -> Array:
         from scipy.sparse.csgraph import breadth_first_order

@@ -114,7 +114,7 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
     findings += _passed_mismatches(p, names, findings)
-    findings = [_with_last(names, f, issued) for f in _merge(findings)]
+    findings = [_with_last(p, names, f, issued) for f in _merge(findings)]
     return _conclude(m, findings, open_jobs)
 
 
@@ -218,11 +218,12 @@ _SHOWN_OPERATIONS: Final = 4
 """Of so many ranks a finding shows so many of the operations issued last."""
 
 
-def _with_last(names: Names, f: Finding, issued: Array) -> Finding:
+def _with_last(p: Program, names: Names, f: Finding, issued: Array) -> Finding:
     """The finding with the last operations of the ranks it names, newest last."""
     named = dict.fromkeys([*f.culprits, *(h["rank"] for h in f.hangs_at), *f.victims])
     ranks = sorted(list(named)[:_SHOWN_RANKS])
-    last = names.last_operations(f.job, ranks, issued, _SHOWN_OPERATIONS)
+    lo, hi = int(p.job_event[f.job]), int(p.job_event[f.job + 1])
+    last = names.last_operations(lo, hi, ranks, issued, _SHOWN_OPERATIONS)
     return replace(f, details=f.details | {"last_operations": last})
 
 
