@@ -102,16 +102,9 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
     else:
         kind = "cycle"
     first = min(at, key=lambda e: (int(names.column("rank")[e]), e)) if at else None
+    everyone = tuple(sorted(set(cause.waiting) | set(cause.ranks)))
     if (left := _left_out(p, names, g, cause)) is not None:
-        return Finding(
-            kind="missing_participant",
-            culprits=left.odd,
-            victims=tuple(sorted((set(cause.waiting) | set(cause.ranks)) - set(left.odd))),
-            first_divergence=names.operation(left.event),
-            reason=left.reason,
-            details={"divergence": left.details, "missing_ranks": list(left.odd)},
-            **base,
-        )
+        return _departed(names, Finding(kind="", victims=everyone, **base), left)
     few = _minority(p, g, cause)
     if few and kind == "order_inversion":
         # the others stand where the program led all of them; these went to another group
@@ -140,15 +133,13 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
 
 
 def _left_out(p: Program, names: Names, g: Graph, cause: Cause) -> Divergence | None:
-    """A call that one rank left out long before the circle, and went on."""
+    """A call that one rank left out long before: found at a node that lacks that rank alone."""
     nodes = p.matching.nodes
-    rank_at = p.rank_of
     for v in cause.nodes:
         if nodes["kind"][int(v)] == KIND["message"]:
             continue
-        comm = int(nodes["comm"][int(v)])
-        members = p.matching.prepared.comms["ranks"][comm]
-        there = {int(rank_at[e]) for e in _parts(p, int(v))}
+        members = p.matching.prepared.comms["ranks"][int(nodes["comm"][int(v)])]
+        there = {int(p.rank_of[e]) for e in _parts(p, int(v))}
         lacking = [int(r) for r in members if int(r) not in there]
         if len(lacking) != 1:
             continue
@@ -156,6 +147,20 @@ def _left_out(p: Program, names: Names, g: Graph, cause: Cause) -> Divergence | 
         if found is not None and found.skipped:
             return found
     return None
+
+
+def _departed(names: Names, base: Finding, left: Divergence) -> Finding:
+    """The finding of a call left out, in place of what it led to."""
+    return replace(
+        base,
+        kind="missing_participant",
+        culprits=left.odd,
+        victims=tuple(sorted(set(base.victims) - set(left.odd))),
+        first_divergence=names.operation(left.event),
+        reason=left.reason,
+        details=base.details | {"divergence": left.details, "missing_ranks": list(left.odd)},
+        deadlocked=True,
+    )
 
 
 def _owners(p: Program, names: Names, events: list[int]) -> tuple[int, ...]:
@@ -407,6 +412,8 @@ def _lacking(
         )  # fmt: skip
     if cause.kind == "ended":
         return _ended(p, names, g, cause, base, here, only_messages)
+    if (left := _left_out(p, names, g, cause)) is not None:
+        return _departed(names, base, left)
     return _free(p, cause, base, here, only_messages, stale)
 
 
@@ -447,6 +454,8 @@ def _ended(
             | {"unmatched": [names.operation(e) | names.signature(e) for e in here]},
             deadlocked=True,
         )
+    if (left := _left_out(p, names, g, cause)) is not None:
+        return _departed(names, base, left)
     present = {int(p.rank_of[e]) for e in here}
     culprits: tuple[int, ...] = tuple(sorted(absent)) if len(absent) < len(present) else ()
     reason = "finished" if reached_end else "skipped_call"

@@ -85,7 +85,12 @@ def _left_out(f: Finding) -> str:
     """The call that was left out, as far as it is known."""
     expected = f.details.get("divergence", {}).get("expected", {})
     where = expected.get("site") or user_frame(expected.get("stack"))
-    return f"the {expected.get('op', 'call')} at {where} " if where else "a call "
+    if where:
+        return f"the {expected.get('op', 'call')} at {where} "
+    if expected.get("op"):
+        number = "" if expected.get("ordinal") is None else f" #{expected['ordinal']}"
+        return f"the {expected['op']}{number} of {expected.get('label')} "
+    return "a call "
 
 
 def _start(text: str) -> str:
