@@ -1,8 +1,8 @@
 """The labelled programs once more, as other recorders would have seen them.
 
 Each program runs to where it stops; what it had done by then becomes a record: with states and
-waits (our own recorder), with states alone (Flight Recorder, timed and untimed), or the issued calls
-alone. What is wrong with the program must come out of each of them.
+waits (our own recorder), with states alone (Flight Recorder, timed and untimed), or the issued
+calls alone. What is wrong with the program must come out of each of them.
 """
 
 from __future__ import annotations
