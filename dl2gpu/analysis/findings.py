@@ -263,7 +263,10 @@ def _unpaired(p: Program, g: Graph, cause: Cause) -> list[int]:
     m = p.matching
     nodes = m.nodes
     kind, need = nodes["kind"].to_numpy(), nodes["need"].to_numpy()
-    lone = [int(v) for v in cause.nodes if kind[v] == KIND["message"] and need[v] < 0]
+    cut = nodes["cut"].fill_null(False).to_numpy()
+    lone = [
+        int(v) for v in cause.nodes if kind[v] == KIND["message"] and need[v] < 0 and not cut[v]
+    ]
     out: list[int] = []
     ranks = p.rank_of
     for v in lone:
@@ -439,6 +442,9 @@ def _ended(
     ]
     on_way = np.isin(lay.lane_rank, ended_rows.to_numpy()) & (g.fix.lane_at >= 0)
     reached_end = not on_way.any()
+    if messages and p.matching.nodes[cause.nodes]["cut"].fill_null(False).any():
+        # a window is lost: whether these messages ever had partners cannot be told
+        return replace(base, kind="insufficient_evidence", reason="no_data", evidence="inferred")
     if messages:
         owners = _owners(p, names, here)
         return replace(

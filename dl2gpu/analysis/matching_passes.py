@@ -261,7 +261,9 @@ def pass_messages(p: Prepared, c: Columns, out: Placed, first: int) -> pl.DataFr
     left, right = np.where(known, sent, n_sent), np.where(known, taken, n_taken)
     both = (left >= 0) & (right >= 0)
     strict = ~tags_matter[c_job[of_channel]]
-    blocks = both & np.where(strict, left != right, left > right)
+    # where a window is lost the two sides may be of different messages: no size is compared
+    fair = ~cut[of_channel]
+    blocks = both & fair & np.where(strict, left != right, left > right)
     k = np.arange(slots) - base[of_channel] + 1
     return pl.DataFrame(
         {
@@ -272,7 +274,7 @@ def pass_messages(p: Prepared, c: Columns, out: Placed, first: int) -> pl.DataFr
             "src": c_src[of_channel],
             "dst": c_dst[of_channel],
             "present": present,
-            "differs": blocks | dtypes | (tags & strict),
+            "differs": blocks | (fair & (dtypes | (tags & strict))),
             "blocks": blocks,
             "finished": finished,
             "has_send": has_send,
