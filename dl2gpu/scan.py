@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import msgspec
@@ -16,7 +16,7 @@ from dl2gpu.report.model import FINDINGS, JOBS, KINDS, Report
 from dl2gpu.trace.discover import discover
 from dl2gpu.trace.inputs import INPUTS, Input, InputError, TraceFile
 from dl2gpu.trace.readers import read_files
-from dl2gpu.trace.schema import Trace
+from dl2gpu.trace.schema import Trace, one_job
 
 __all__ = ["SHARD_BYTES", "Progress", "scan"]
 
@@ -71,18 +71,19 @@ def scan(
     jobs: list[pl.DataFrame] = []
     findings: list[dict[str, Any]] = []
     total = sum(f.size for f in files)
-    done = 0
+    done = numbered = 0
     for shard in _shards(files):
         report("read", done, total)
         trace, read = read_files(shard)
-        inputs += read
         done += sum(f.size for f in shard)
         report("analyse", done, total)
         if trace.jobs.height:
-            first = sum(j.height for j in jobs)
-            shard_jobs, shard_findings = _analyse(trace, workers, first)
+            shard_jobs, shard_findings, failed = _analyse(trace, workers, numbered)
             jobs.append(shard_jobs)
             findings += shard_findings
+            read = [_failed(i, failed) for i in read]
+            numbered += trace.jobs.height
+        inputs += read
         del trace
     report("done", total, total)
     return _report(
@@ -90,6 +91,14 @@ def scan(
         summary={"files": len(inputs), "bytes_read": done, "engine": used, "cluster": cluster},
         began=began,
     )  # fmt: skip
+
+
+_ROW: Final[dict[str, pl.DataType]] = {
+    "number": pl.Int32(),
+    "name": pl.String(),
+    **{k: t for k, t in JOBS.items() if k not in {"job", "findings"}},
+}
+"""Columns of a job before it has its name in the report and its findings."""
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -116,8 +125,34 @@ def _shards(files: Sequence[TraceFile]) -> Iterator[list[TraceFile]]:
 
 def _analyse(
     trace: Trace, workers: int | None, first: int
+) -> tuple[pl.DataFrame, list[dict[str, Any]], dict[str, str]]:
+    """Jobs of a shard as rows of the report, their findings, and {path: reason} of what failed.
+
+    Jobs count from ``first``. A job on which the analysis fails must not take the others with it:
+    then they are analysed one by one, and the files of the one that fails are quarantined.
+    """
+    try:
+        return *_rows(trace, workers, first), {}
+    except Exception as e:  # noqa: BLE001 - whatever it is, the other jobs must not suffer
+        if trace.jobs.height == 1:
+            paths = trace.ranks["path"].drop_nulls()
+            reason = f"the analysis failed, which is a fault of dl2gpu: {type(e).__name__}: {e}"
+            return _no_jobs(), [], dict.fromkeys(paths, reason)
+    parts = [
+        _analyse(one_job(trace, job), workers, first + job) for job in range(trace.jobs.height)
+    ]
+    failed = {path: reason for _, _, f in parts for path, reason in f.items()}
+    return pl.concat([j for j, _, _ in parts]), [f for _, fs, _ in parts for f in fs], failed
+
+
+def _failed(read: Input, failed: dict[str, str]) -> Input:
+    reason = failed.get(read.path)
+    return read if reason is None else replace(read, status="quarantined", reason=reason, events=0)
+
+
+def _rows(
+    trace: Trace, workers: int | None, first: int
 ) -> tuple[pl.DataFrame, list[dict[str, Any]]]:
-    """Jobs of a shard as rows of the report, and their findings; jobs count from ``first``."""
     from dl2gpu.analysis import analyse
 
     result = analyse(trace, workers)
@@ -151,12 +186,15 @@ def _analyse(
         )
         # a job of which no file could be used is no job: its inputs say what became of them
         .filter(pl.col("ranks_present").list.len() > 0)
-        .select(
-            "number", "name", "folder", "attempt", "world_size", "ranks_present", "ranks_missing",
-            "events", "verdict", "deadlocked", source_format="source",
-        )
+        .with_columns(source_format="source")
+        .select([pl.col(c).cast(t) for c, t in _ROW.items()])
     )  # fmt: skip
     return jobs, [f | {"job": f["job"] + first} for f in result.findings]
+
+
+def _no_jobs() -> pl.DataFrame:
+    """The rows of :func:`_rows`, none of them."""
+    return pl.DataFrame(schema=_ROW)
 
 
 def _report(
@@ -164,13 +202,7 @@ def _report(
     select: str | None, *, summary: dict[str, Any], began: float,
 ) -> Report:  # fmt: skip
     """The report's tables, sorted, with names and ids in place of numbers."""
-    jobs = (
-        pl.concat(frames)
-        if frames
-        else pl.DataFrame(schema={"number": pl.Int32(), "name": pl.String()} | JOBS).drop(
-            "job", "findings"
-        )
-    )
+    jobs = pl.concat([_no_jobs(), *frames])
     if select is not None:
         jobs = jobs.filter((pl.col("name") == select) | (pl.col("folder") == select))
         kept = set(jobs["number"].to_list())

@@ -46,6 +46,7 @@ __all__ = [
     "dtype_code",
     "dtype_name",
     "empty",
+    "one_job",
     "op_code",
     "op_name",
     "validate",
@@ -431,6 +432,28 @@ def concat(traces: Sequence[Trace]) -> Trace:
             schema=STACKS,
             strict=False,
         ),
+    )
+
+
+def one_job(trace: Trace, job: int) -> Trace:
+    """The tables of one job; its communicators are renumbered, stacks and strings stay."""
+    here = pl.col("job") == job
+    comms = trace.comms.filter(here).sort("comm")
+    number = pl.Series(range(comms.height), dtype=pl.Int32)
+
+    def renumbered(column: str) -> pl.Expr:
+        return pl.col(column).replace_strict(comms["comm"], number, default=None)
+
+    only = pl.lit(0, pl.Int32).alias("job")
+    return dataclasses.replace(
+        trace,
+        jobs=trace.jobs.filter(here).with_columns(only),
+        ranks=trace.ranks.filter(here).with_columns(only),
+        events=trace.events.filter(here).with_columns(
+            only, renumbered("comm"), renumbered("new_comm")
+        ),
+        status=trace.status.filter(here).with_columns(only, renumbered("comm")),
+        comms=comms.with_columns(only, comm=number),
     )
 
 
