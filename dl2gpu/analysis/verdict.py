@@ -114,7 +114,8 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
     findings += _passed_mismatches(p, names, findings)
-    findings = [_with_last(p, names, f, issued) for f in _merge(findings)]
+    findings = _across_attempts(m, _merge(findings))
+    findings = [_with_last(p, names, f, issued) for f in findings]
     return _conclude(m, findings, open_jobs)
 
 
@@ -201,6 +202,32 @@ def _passed_mismatches(p: Program, names: Names, findings: list[Finding]) -> lis
             waiting=(), fix=None, blocking=False,
         )  # fmt: skip
         out.append(replace(f, details=f.details | {"operations": count}, deadlocked=False))
+    return out
+
+
+def _across_attempts(m: Matching, findings: list[Finding]) -> list[Finding]:
+    """Ranks without a record that left one in another attempt of the same job: never matched."""
+    jobs = m.prepared.jobs.select("job", "name", "folder", "attempt")
+    if not any(jobs["attempt"]):
+        return findings
+    present = jobs.join(m.prepared.ranks.select("job", "rank"), on="job")
+    out = []
+    for f in findings:
+        mine = jobs.row(f.job, named=True)
+        elsewhere = present.filter(
+            (pl.col("name") == mine["name"])
+            & (pl.col("folder") == mine["folder"])
+            & (pl.col("attempt") != mine["attempt"])
+            & pl.col("rank").is_in(list(f.details.get("missing_ranks", ())))
+        ).sort("attempt", "rank")
+        if f.reason == "no_data" and elsewhere.height:
+            pairs = [
+                {"attempt": a, "rank": r} for a, r in elsewhere.select("attempt", "rank").rows()
+            ]
+            details = f.details | {"in_other_attempts": pairs}
+            out.append(replace(f, reason="other_attempt", details=details))
+        else:
+            out.append(f)
     return out
 
 
