@@ -33,6 +33,7 @@ def summary_of(f: Finding) -> str:
     who, others = ranks_text(f.culprits), ranks_text(f.victims)
     gone = ranks_text(f.details.get("missing_ranks", f.culprits))
     at = _at(f)
+    waiting = f"{_start(others)} {'waits' if len(f.victims) == 1 else 'wait'} at {at}"
     if f.kind == "potential":
         inner = str(f.details.get("kind", "cycle")).replace("_", " ")
         return f"Not stuck as recorded. {_start(who)} could stop ({inner}) at {at}: {f.condition}."
@@ -50,25 +51,27 @@ def summary_of(f: Finding) -> str:
         left = _start(who if f.culprits else gone)
         return f"{left} left out {_left_out(f)}that the others made; it shows at {at}."
     if f.kind == "missing_participant" and f.reason == "other_group":
-        return f"{_start(others)} wait at {at} for {gone}, at work in a group of their own."
+        return f"{waiting} for {gone}, at work in a group of their own."
     if f.kind == "missing_participant":
-        return f"{_start(others)} wait at {at} for {gone}, which ended without it."
+        return f"{waiting} for {gone}, which ended without it."
     if f.kind == "unmatched_p2p":
         return f"{_start(at)} has no partner."
     if f.kind == "crashed_rank":
-        return f"{_start(who)} died; {others} wait at {at}."
+        return f"{_start(who)} died. {waiting}."
     if f.kind == "stalled_rank" and f.reason == "device":
         return f"The device of {who} does not finish {at}, which others have completed."
     if f.kind == "stalled_rank":
         late = who if f.culprits else gone
-        return f"{_start(late)} is alive with nothing pending; {others} wait at {at}."
+        verb = "is" if len(f.culprits or f.details.get("missing_ranks", ())) == 1 else "are"
+        return f"{_start(late)} {verb} alive with nothing pending. {waiting}."
     if f.kind == "in_flight":
         return f"All participants are present and agree at {at}, and it does not complete."
+    if f.reason == "other_attempt":
+        return f"{waiting} for {gone}, whose record is of another attempt of the job."
     if f.reason == "no_data":
-        return f"{_start(others)} wait at {at} for {gone}, of which there is no usable record."
+        return f"{waiting} for {gone}, of which there is no usable record."
     return (
-        f"{_start(others)} wait at {at} for {gone}; whether those are late or will never come, the "
-        "record does not say."
+        f"{waiting} for {gone}; whether those are late or will never come, the record does not say."
     )
 
 
