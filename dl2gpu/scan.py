@@ -27,8 +27,11 @@ SHARD_BYTES: Final = 512 << 20
 """Jobs are analysed in shards of about this many bytes of input; a job is never cut."""
 
 
-MOST_RANKS: Final = 1 << 20
-"""Missing ranks are listed up to this number; a damaged world size must not fill the memory."""
+MOST_RANKS: Final = 1 << 12
+"""Missing ranks are listed up to this number, and 16 for each rank that is present.
+
+A damaged world size must not fill the memory.
+"""
 
 
 def scan(
@@ -177,9 +180,13 @@ def _rows(
             ),
         )
         .with_columns(
-            ranks_missing=pl.int_ranges(
-                0, pl.col("world_size").fill_null(0).clip(0, MOST_RANKS), dtype=pl.Int32
+            listed=pl.min_horizontal(
+                pl.col("world_size").fill_null(0).clip(0),
+                MOST_RANKS + 16 * pl.col("ranks_present").list.len().cast(pl.Int32),
             )
+        )
+        .with_columns(
+            ranks_missing=pl.int_ranges(0, "listed", dtype=pl.Int32)
             .list.set_difference("ranks_present")
             .list.sort(),
             number=pl.col("job") + first,

@@ -17,7 +17,7 @@ from dl2gpu.analysis.arrays import Array, plain
 from dl2gpu.analysis.replay_kernel import in_order, passed_by_host
 from dl2gpu.trace.schema import DTYPE_BYTES, EXIT, OP, OP_OTHER, RANKS, STATE, Trace, conform
 
-__all__ = ["BACKEND_CLASS", "Prepared", "backend_class", "prepare"]
+__all__ = ["BACKEND_CLASS", "Prepared", "backend_class", "most_ranks", "prepare"]
 
 NCCL_LIKE: Final = 0
 GLOO: Final = 1
@@ -120,6 +120,11 @@ def prepare(trace: Trace) -> Prepared:
     return Prepared(trace, events, jobs, ranks, comms)
 
 
+def most_ranks(present: int) -> int:
+    """Missing ranks are listed up to this number, for a job of which so many are present."""
+    return 4096 + 16 * present
+
+
 def dtype_widths() -> pl.DataFrame:
     """Bytes of an element, by data type code: ``dtype`` Int32, ``width`` Int64."""
     return pl.DataFrame(
@@ -174,23 +179,25 @@ def _number_ranks(trace: Trace, events: pl.DataFrame) -> tuple[pl.DataFrame, pl.
 def _finalize_comms(trace: Trace, events: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Comms with sizes; ``finalize`` gets a communicator of the whole job (TRACE_FORMAT.md)."""
     comms = conform(trace.comms, "comms").with_columns(
-        size=pl.col("ranks").list.len().fill_null(0).cast(pl.Int32)
+        size=pl.col("ranks").list.n_unique().fill_null(0).cast(pl.Int32)
     )
     ends = events.filter(pl.col("op") == OP["finalize"])["job"].unique().sort()
     if ends.is_empty():
         return comms, events
     world = dict(zip(trace.jobs["job"], trace.jobs["world_size"], strict=True))
-    seen = dict(events.group_by("job").agg(pl.col("rank").max()).iter_rows())
+    seen = dict(events.group_by("job").agg(pl.col("rank").unique()).iter_rows())
     n = comms.height
     rows = []
     for k, job in enumerate(ends):
-        size = world.get(job) or seen[job] + 1
+        size = world.get(job) or max(seen[job]) + 1
+        # a damaged world size must not fill the memory: only so many ranks without record are named
+        named = range(min(size, most_ranks(len(seen[job]))))
         rows.append(
             {
                 "comm": n + k,
                 "job": job,
                 "id": "(whole job)",
-                "ranks": list(range(size)),
+                "ranks": sorted({*named, *seen[job]}),
                 "size": size,
             }
         )
