@@ -268,17 +268,22 @@ def _unpaired(p: Program, g: Graph, cause: Cause) -> list[int]:
         int(v) for v in cause.nodes if kind[v] == KIND["message"] and need[v] < 0 and not cut[v]
     ]
     out: list[int] = []
-    ranks = p.rank_of
+    answered: dict[int, dict[int, set[int]]] = {}  # event: its exchange; rank: what it answered
     for v in lone:
         e = int(_parts(p, v)[0])
         peer = int(nodes["dst"][v] if nodes["has_send"][v] else nodes["src"][v])
-        for x in _exchange(p, g, e):
-            for name in ("node1", "node2"):
-                w = int(p.kernel[name][x])
-                if x == e or w < 0 or kind[w] != KIND["message"] or need[w] < 0:
-                    continue
-                if any(ranks[y] == peer for y in _parts(p, w)):
-                    out.append(e)
+        if e not in answered:
+            together = _exchange(p, g, e)
+            met: dict[int, set[int]] = {}
+            for x in together:
+                for w in (int(p.kernel["node1"][x]), int(p.kernel["node2"][x])):
+                    if w >= 0 and kind[w] == KIND["message"] and need[w] >= 0:
+                        for y in _parts(p, w):
+                            met.setdefault(int(p.rank_of[y]), set()).add(x)
+            host = p.kernel["host_blocks"][e] and g.fix.layout.unit_of[e] < 0
+            answered |= dict.fromkeys([e] if host else together, met)
+        if answered[e].get(peer, set()) - {e}:
+            out.append(e)
     return sorted(set(out))
 
 
@@ -287,11 +292,11 @@ def _crossed_tags(p: Program, cause: Cause) -> list[int]:
     nodes = p.matching.nodes
     lone = nodes[cause.nodes].filter((pl.col("kind") == KIND["message"]) & (pl.col("need") < 0))
     pair = ["comm", "src", "dst"]
-    both = (
-        lone.filter("has_send").select(*pair, sent="node")
-        .join(lone.filter("has_recv").select(*pair, taken="node"), on=pair)
-    )  # fmt: skip
-    at = both["sent"].to_list() + both["taken"].to_list()
+    sent, taken = lone.filter("has_send"), lone.filter("has_recv")
+    at = [
+        *sent.join(taken, on=pair, how="semi")["node"],
+        *taken.join(sent, on=pair, how="semi")["node"],
+    ]
     return sorted({int(e) for v in at for e in _parts(p, v)})
 
 

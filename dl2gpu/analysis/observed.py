@@ -39,11 +39,11 @@ def stale_ranks(p: Program) -> dict[int, set[int]]:
     out: dict[int, set[int]] = {}
     if ahead.height:
         members = (
-            ahead.select("node", "job", "comm")
-            .join(prepared.comms.select("comm", rank="ranks"), on="comm")
+            prepared.comms.select("job", "comm", rank="ranks")
             .explode("rank", empty_as_null=False)
             .join(prepared.ranks.select("job", "rank", "only_active"), on=["job", "rank"])
             .filter(~pl.col("only_active"))
+            .join(ahead.select("node", "comm"), on="comm")
         )
         there = (
             m.events.lazy()

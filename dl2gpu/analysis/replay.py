@@ -145,15 +145,6 @@ def build(m: Matching) -> Program:
 
     node1, node2, alone = plain(e["node"]), plain(e["node2"]), plain(e["alone"])
     node_start, node_part = replay_kernel.parts_of(node1, node2, alone, m.nodes.height)
-    role = plain(e["role"])
-    box = plain(e["box"])
-    n_boxes = int(box.max(initial=-1)) + 1
-    box_start, box_event = replay_kernel.bucket(box.astype(np.int64) if n_boxes else _NONE, n_boxes)
-    box_job = job[box_event[box_start[:-1]]] if n_boxes else np.zeros(0, np.int64)
-    boxed: dict[str, Array] = _mailbox(m) if n_boxes else {
-        "peer": np.zeros(0, np.int32), "tag": _NONE, "recv_peer": np.zeros(0, np.int32),
-        "recv_tag": _NONE,
-    }  # fmt: skip
     lane = plain(e["lane"])
     kernel: dict[str, Array] = {
         "host_blocks": flags(e["blocking"]) | is_wait,
@@ -163,7 +154,6 @@ def build(m: Matching) -> Program:
         "dep_wait": dep_wait,
         "node1": np.where(alone, np.int32(-1), node1),
         "node2": node2,
-        "role": role,
         "alone": alone,
         "done": flags(e["done"]),
         "passed": flags(e["passed"]),
@@ -172,10 +162,7 @@ def build(m: Matching) -> Program:
         "node_kind": codes(m.nodes["kind"]),
         "node_need": codes(m.nodes["need"]),
         "node_blocks": flags(m.nodes["blocks"]),
-        "box_start": box_start,
-        "box_event": box_event,
-        "job_box": np.searchsorted(box_job, np.arange(n_jobs + 1)).astype(np.int32),
-    } | boxed  # fmt: skip
+    } | _mailboxes(m)
     return Program(
         matching=m,
         job_event=job_event,
@@ -189,14 +176,26 @@ def build(m: Matching) -> Program:
     )
 
 
-def _mailbox(m: Matching) -> dict[str, Array]:
-    """What the events that are matched from a mailbox ask for, and all roles.
+def _mailboxes(m: Matching) -> dict[str, Array]:
+    """Mailboxes, one a communicator and receiving rank, what is asked of them, and all roles.
 
-    ``peer`` and ``tag`` of the send or receive, ``recv_peer`` and ``recv_tag`` of the receive of a
-    sendrecv where that is taken from the mailbox (``recv_peer`` is -3 everywhere else).
+    ``take_*`` and ``send_*``: the events that take from each mailbox and that send to it, in
+    program order; ``job_box`` offsets of the jobs. ``peer`` and ``tag`` of a send or receive,
+    ``recv_peer`` and ``recv_tag`` of the receive of a sendrecv where that is taken from a mailbox
+    (``recv_peer`` is -3 everywhere else).
     """
     e = m.events
-    op, box = e["op"].to_numpy(), e["box"].to_numpy()
+    box = plain(e["box"])
+    n_jobs = m.prepared.jobs.height
+    if box.max(initial=-1) < 0:
+        none = np.zeros(0, np.int32)
+        start = np.zeros(1, np.int32)
+        return {
+            "take_start": start, "take_event": none, "send_start": start, "send_event": none,
+            "job_box": np.zeros(n_jobs + 1, np.int32), "role": plain(e["role"]), "peer": none,
+            "tag": _NONE, "recv_peer": none, "recv_tag": _NONE,
+        }  # fmt: skip
+    op = plain(e["op"])
     wanted = e.lazy().join(m.prepared.jobs.lazy().select("job", "semantics"), on="job", how="left",
                            maintain_order="left").select(
         peer=pl.coalesce("matched_peer", "peer"),
@@ -211,7 +210,28 @@ def _mailbox(m: Matching) -> dict[str, Array]:
     takes = (op == OP["recv"]) | alone
     role = np.where(takes, ROLE["recv"], ROLE["send"])
     role = np.where(op == OP["probe"], ROLE["probe"], role)
+    taking = (box >= 0) & ((role != ROLE["send"]) | second)
+    sending = (box >= 0) & (role == ROLE["send"]) & (plain(e["node"]) < 0)
+    rank = plain(e["rank"]).astype(np.int64)
+    span = int(max(rank.max(), peer.max())) + 3
+    to = box.astype(np.int64) * span + 2  # a communicator's mailboxes, by receiving rank
+    number, inverse = np.unique(
+        np.concatenate([(to + rank)[taking], (to + peer)[sending]]), return_inverse=True
+    )
+    mail = np.full((2, len(op)), -1, np.int64)
+    mail[0, taking] = inverse[: taking.sum()]
+    mail[1, sending] = inverse[taking.sum() :]
+    take_start, take_event = replay_kernel.bucket(mail[0], len(number))
+    send_start, send_event = replay_kernel.bucket(mail[1], len(number))
+    job_of = np.zeros(len(number), np.int64)
+    for which, there in ((0, taking), (1, sending)):
+        job_of[mail[which, there]] = plain(e["job"])[there]
     return {
+        "take_start": take_start,
+        "take_event": take_event,
+        "send_start": send_start,
+        "send_event": send_event,
+        "job_box": np.searchsorted(job_of, np.arange(n_jobs + 1)).astype(np.int32),
         "peer": np.where(alone, recv_peer, peer).astype(np.int32),
         "tag": np.where(alone, recv_tag, tag),
         "recv_peer": np.where(second & ~alone, recv_peer, -3).astype(np.int32),
@@ -254,20 +274,38 @@ def _wait_pairs(m: Matching, is_wait: Array, stream: Array) -> pl.DataFrame:
     if named.height:
         pairs = _named_pairs(e.filter(pl.col("request").is_not_null() & ~pl.Series(is_wait)), named)
     on_stream = is_wait & (stream >= 0) & _waits_for_all(e)
-    if on_stream.any():
-        # rare: everything issued before it in its lane
-        all_of = (
-            e.filter(pl.Series(on_stream)).select("r", "lane", wait="i")
-            .join(
-                e.filter(pl.col("stream").is_not_null() | ~pl.col("blocking"))
-                .select("r", "lane", target="i"),
-                on=["r", "lane"],
-            )
-            .filter(pl.col("target") < pl.col("wait"))
-            .select("wait", "target")
-        )  # fmt: skip
-        pairs = pl.concat([pairs, all_of])
-    return pairs
+    return pl.concat([pairs, _pairs_of_all(e, on_stream)]) if on_stream.any() else pairs
+
+
+def _pairs_of_all(e: pl.DataFrame, waits: Array) -> pl.DataFrame:
+    """(wait, target) of waits on a stream for everything issued before in their lane.
+
+    What an earlier one of them waits for need not be said again: it is itself among the targets.
+    But a wait that is recorded as complete says nothing of what it waited for, so a wait that is
+    not reaches back to the one before it that is not.
+    """
+    lanes = e.select(lane=pl.struct("r", "lane").rank("dense")).to_series().to_numpy()
+    n = e.height
+    place = lanes.astype(np.int64) * n + np.arange(n)
+    targets = np.flatnonzero((e["stream"].is_not_null() | ~e["blocking"]).fill_null(False))
+    targets = targets[np.argsort(place[targets])]
+    at = np.flatnonzero(waits)
+    at = at[np.argsort(place[at])]
+    known = (e["done"] | e["passed"]).fill_null(False).to_numpy()[at]
+    before = (
+        pl.DataFrame({"lane": lanes[at], "wait": at, "open": np.where(known, -1, at)})
+        .with_columns(open=pl.when(pl.col("open") >= 0).then("open").forward_fill().over("lane"))
+        .with_columns(pl.col("wait", "open").shift(1).over("lane").fill_null(-1))
+    )
+    first = np.where(known, before["wait"].to_numpy(), before["open"].to_numpy())
+    first = lanes[at].astype(np.int64) * n + np.maximum(first, 0)
+    lo, hi = np.searchsorted(place[targets], [first, place[at]])
+    width = hi - lo
+    offset = np.arange(int(width.sum())) - np.repeat(np.cumsum(width) - width, width)
+    return pl.DataFrame(
+        {"wait": np.repeat(at, width), "target": targets[np.repeat(lo, width) + offset]},
+        schema={"wait": pl.UInt32, "target": pl.UInt32},
+    )
 
 
 def _named_pairs(requests: pl.DataFrame, named: pl.DataFrame) -> pl.DataFrame:
@@ -297,7 +335,9 @@ def _named_pairs(requests: pl.DataFrame, named: pl.DataFrame) -> pl.DataFrame:
     lost = carried.filter(pl.col("target").is_null())
     if lost.is_empty():
         return here
+    # of two lanes, one is another lane
     latest = requests.group_by("r", "request", "lane").agg(target=pl.col("i").max())
+    latest = latest.sort("target").group_by("r", "request").tail(2)
     elsewhere = (
         lost.select("wait", "r", "lane", "request")
         .join(latest.rename({"lane": "other"}), on=["r", "request"])
@@ -365,8 +405,8 @@ def run(
             k["host_blocks"], k["wait_kind"], wait_left, k["dep_start"], k["dep_wait"],
             k["node1"], k["node2"], k["role"], eager, k["alone"], done,
             k["node_start"], k["node_part"], k["node_kind"], k["node_need"], k["node_blocks"],
-            k["box_start"], k["box_event"], p.rank_of, k["peer"], k["tag"], k["recv_peer"],
-            k["recv_tag"],
+            k["take_start"], k["take_event"], k["send_start"], k["send_event"], p.rank_of,
+            k["peer"], k["tag"], k["recv_peer"], k["recv_tag"],
             scenario.early_release, scenario.atomic_batch, scenario.wild_high,
             issued, started, completed, lane_at, queue_at, partner, *scratch,
         )  # fmt: skip

@@ -279,8 +279,8 @@ def run(
     host_blocks: Any, wait_kind: Any, wait_left: Any, dep_start: Any, dep_wait: Any,
     node1: Any, node2: Any, role: Any, eager: Any, alone: Any, done: Any,
     node_start: Any, node_part: Any, node_kind: Any, node_need: Any, node_blocks: Any,
-    box_start: Any, box_event: Any, rank_of: Any, peer: Any, tag: Any, recv_peer: Any,
-    recv_tag: Any,
+    take_start: Any, take_event: Any, send_start: Any, send_event: Any, rank_of: Any,
+    peer: Any, tag: Any, recv_peer: Any, recv_tag: Any,
     early: Any, atomic: Any, wild_high: Any,
     issued: Any, started: Any, completed: Any, lane_at: Any, queue_at: Any, partner: Any,
     waiting: Any, ready: Any, parts_left: Any, satisfied: Any, units: Any, arrived: Any,
@@ -303,6 +303,7 @@ def run(
     for j in jobs:
         widest = max(widest, job_event[j + 1] - job_event[j])
     n_lanes = len(lane_first)
+    take_at, send_at = take_start[:-1].copy(), send_start[:-1].copy()
     starts = np.empty(3 * widest + 3, np.int64)  # 2 * event + layer; 2 layers, and once to start
     sats = np.empty(4 * widest + 4, np.int64)  # each part is put there once in each layer
     comps = np.empty(widest + 1, np.int32)
@@ -596,23 +597,27 @@ def run(
                 # nothing else moves: wildcard receives take what is there (rule 5)
                 met = False
                 for b in range(job_box[j], job_box[j + 1]):
-                    for x in range(box_start[b], box_start[b + 1]):
-                        e = box_event[x]
-                        taking = role[e] == RECV or role[e] == PROBE or recv_peer[e] >= -1
-                        if not started[e] or not taking:
-                            continue
-                        half = 0 if (role[e] == RECV or role[e] == PROBE) else 1
-                        if satisfied[e] & (4 + 4 * half):
+                    while take_at[b] < take_start[b + 1]:
+                        e = take_event[take_at[b]]
+                        if not satisfied[e] & (8 if role[e] == SEND else 4):
+                            break
+                        take_at[b] += 1
+                    while send_at[b] < send_start[b + 1]:
+                        if partner[send_event[send_at[b]]] < 0:
+                            break
+                        send_at[b] += 1
+                    for x in range(take_at[b], take_start[b + 1]):
+                        e = take_event[x]
+                        half = 1 if role[e] == SEND else 0  # 1: the receive of a sendrecv
+                        if not started[e] or satisfied[e] & (4 + 4 * half):
                             continue
                         src = peer[e] if half == 0 else recv_peer[e]
                         want = tag[e] if half == 0 else recv_tag[e]
                         best = -1
                         seen_rank = -1
-                        for y in range(box_start[b], box_start[b + 1]):
-                            s = box_event[y]
-                            if role[s] != SEND or not started[s] or partner[s] >= 0:
-                                continue
-                            if peer[s] != rank_of[e]:
+                        for y in range(send_at[b], send_start[b + 1]):
+                            s = send_event[y]
+                            if not started[s] or partner[s] >= 0:
                                 continue
                             if src >= 0 and rank_of[s] != src:
                                 continue

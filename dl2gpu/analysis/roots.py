@@ -58,13 +58,25 @@ class _Reach:
         self.forth = csr_matrix((np.ones(len(g.src)), (g.src, g.dst)), shape=(n, n))
 
     def _from(self, matrix: Any, seeds: Array) -> Array:
+        from scipy.sparse import csr_matrix
         from scipy.sparse.csgraph import breadth_first_order
 
-        seen = np.zeros(self._n, np.bool_)
+        seen = np.zeros(self._n + 1, np.bool_)
+        if len(seeds) > 1:
+            # one more vertex leads to all seeds: one search, however many there are
+            size = matrix.nnz + len(seeds)
+            matrix = csr_matrix(
+                (
+                    np.ones(size, np.int8),
+                    np.concatenate([matrix.indices, seeds]),
+                    np.append(matrix.indptr, size),
+                ),
+                shape=(self._n + 1, self._n + 1),
+            )
+            seeds = np.array([self._n])
         for seed in seeds:
-            if not seen[seed]:
-                seen[breadth_first_order(matrix, int(seed), return_predecessors=False)] = True
-        return seen
+            seen[breadth_first_order(matrix, int(seed), return_predecessors=False)] = True
+        return seen[: self._n]
 
     def into(self, seeds: Array) -> Array:
         return self._from(self.back, seeds)

@@ -260,23 +260,31 @@ _UNHURT: Final = ("potential", "insufficient_evidence")
 
 def _merge(findings: list[Finding]) -> list[Finding]:
     """The same fault in several places of one job (each pipeline, each replica) is one finding."""
-    out: dict[tuple[Any, ...], Finding] = {}
+    same: dict[tuple[Any, ...], list[Finding]] = {}
     for f in findings:
         f = replace(f, fingerprint=fingerprint(f))
-        key = (f.job, f.kind, f.evidence, f.fingerprint, f.condition)
-        first = out.get(key)
-        if first is None:
-            out[key] = f
-            continue
-        culprits = tuple(sorted(set(first.culprits) | set(f.culprits)))
-        out[key] = replace(
-            first,
-            culprits=culprits,
-            victims=tuple(sorted((set(first.victims) | set(f.victims)) - set(culprits))),
-            hangs_at=first.hangs_at + tuple(h for h in f.hangs_at if h not in first.hangs_at),
-            details=first.details | {"places": first.details.get("places", 1) + 1},
-        )
-    return list(out.values())
+        same.setdefault((f.job, f.kind, f.evidence, f.fingerprint, f.condition), []).append(f)
+    return [_joined(places) for places in same.values()]
+
+
+def _joined(places: list[Finding]) -> Finding:
+    """One finding of those of one fault: the first, with the ranks and operations of all."""
+    first = places[0]
+    if len(places) == 1:
+        return first
+    culprits = {r for f in places for r in f.culprits}
+    hangs_at = {
+        (h["rank"], h["seq"], h["op"], h["comm"], h["ordinal"], *h["stack"]): h
+        for f in reversed(places)
+        for h in reversed(f.hangs_at)
+    }
+    return replace(
+        first,
+        culprits=tuple(sorted(culprits)),
+        victims=tuple(sorted({r for f in places for r in f.victims} - culprits)),
+        hangs_at=tuple(reversed(hangs_at.values())),
+        details=first.details | {"places": len(places)},
+    )
 
 
 def _conclude(m: Matching, findings: list[Finding], open_jobs: set[int]) -> Analysis:

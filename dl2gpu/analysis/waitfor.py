@@ -157,12 +157,15 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
     host = ~fix.issued[x_late]
     edges.append((node0 + v_late[host], lay.lane_of[x_late[host]].astype(np.int64)))
     if fix.scenario.atomic_batch:
-        # a node whose parts have all come is held back by the other nodes of their batches
+        # a node whose parts have all come is held back by what is not there for their batches
         there = fix.started[x] & ~fix.completed[x] & (lay.unit_of[x] >= 0)
-        v_in, other = _with_batch(fix, v[there], x[there])
+        lacking = _lacking(p, fix)
+        v_in, other = _with_batch(
+            fix, v[there], x[there], lacking[k["node1"]] | lacking[k["node2"]]
+        )
         for name in ("node1", "node2"):
             node = k[name][other]
-            has = (node >= 0) & ~fix.completed[other] & (node != v_in)
+            has = lacking[node] & ~fix.completed[other] & (node != v_in)
             edges.append((node0 + v_in[has], node0 + node[has].astype(np.int64)))
 
     # --- nodes: members whose operation is not in the record
@@ -254,15 +257,33 @@ def _wait_targets(p: Program, fix: Fixpoint, waits: Array, places: Array) -> tup
     return out_place.astype(np.int64), out_event.astype(np.int64)
 
 
-def _with_batch(fix: Fixpoint, owner: Array, event: Array) -> tuple[Array, Array]:
-    """Each event with all members of its batch."""
+def _lacking(p: Program, fix: Fixpoint) -> Array:
+    """bool[nodes + 1]: operations that not all have come to, or whose participants disagree.
+
+    The last one, false, is for -1: no operation.
+    """
+    k = p.kernel
+    n = p.matching.nodes.height
+    come = np.zeros(n, np.int64)
+    for name in ("node1", "node2"):
+        node = k[name][fix.started & (k["role"] != ROLE["probe"])]
+        come += np.bincount(node[node >= 0], minlength=n)
+    lacking = (k["node_need"] < 0) | (come < k["node_need"]) | k["node_blocks"]
+    return np.append(lacking, False)
+
+
+def _with_batch(
+    fix: Fixpoint, owner: Array, event: Array, only: Array | None = None
+) -> tuple[Array, Array]:
+    """Each event with all members of its batch, or with those of ``only`` bool[n]."""
     unit = fix.layout.unit_of[event]
     in_unit = unit >= 0
     if not in_unit.any():
         return owner, event
-    start, item = replay_kernel.bucket(
-        fix.layout.unit_of.astype(np.int64), len(fix.layout.unit_first)
-    )
+    unit_of = fix.layout.unit_of.astype(np.int64)
+    if only is not None:
+        unit_of[~only] = -1
+    start, item = replay_kernel.bucket(unit_of, len(fix.layout.unit_first))
     pairs = np.unique(np.stack([owner[in_unit], unit[in_unit]]), axis=1)
     width = start[pairs[1] + 1] - start[pairs[1]]
     owners = np.repeat(pairs[0], width)
@@ -272,6 +293,10 @@ def _with_batch(fix: Fixpoint, owner: Array, event: Array) -> tuple[Array, Array
         np.concatenate([owner[~in_unit], owners]),
         np.concatenate([event[~in_unit], members.astype(np.int64)]),
     )
+
+
+_MEMBERS: Final = 1 << 20
+"""Members of the pending operations of a communicator that are looked at one by one."""
 
 
 def _absent(
@@ -288,6 +313,10 @@ def _absent(
     if lacking.is_empty():
         return pl.DataFrame(schema=schema), fate
     collective = lacking.filter(pl.col("kind") != KIND["message"])
+    # the first of a communicator lack what the later ones lack; thousands that do not block their
+    # hosts, with thousands of members each, are not all written out
+    budget = (_MEMBERS // pl.col("members")).clip(8)
+    collective = collective.filter(pl.col("k").rank("ordinal").over("comm") <= budget)
     members = (
         collective.select("node", "job", "comm")
         .join(prepared.comms.select("comm", rank="ranks"), on="comm")
