@@ -8,7 +8,7 @@ known or where more ranks wait for them than are absent.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -132,10 +132,14 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
     )
 
 
+_LOOKED_AT: Final = 256
+"""Operations of one cause that are compared with what came before them."""
+
+
 def _left_out(p: Program, names: Names, g: Graph, cause: Cause) -> Divergence | None:
     """A call that one rank left out long before: found at a node that lacks that rank alone."""
     nodes = p.matching.nodes
-    for v in cause.nodes:
+    for v in cause.nodes[:_LOOKED_AT]:
         if nodes["kind"][int(v)] == KIND["message"]:
             continue
         members = p.matching.prepared.comms["ranks"][int(nodes["comm"][int(v)])]

@@ -203,29 +203,25 @@ class Communicators:
         used = {code for c in here for code in events[c].drop_nulls().unique()}
         size = max(self.codes.values()) + 1
         table = np.full(size, -1, np.int32)
-        apart: list[tuple[int, str, int]] = []
+        apart: dict[int, tuple[int, str]] = {}
         for (job, comm), code in sorted(self.codes.items()):
             if code not in used:
                 continue
             if len(self.by_members.get((job, comm), ())) > 1:
-                apart.append((job, comm, code))
+                apart[code] = (job, comm)
             table[code] = self.row(job, comm, -1)
         rows = pl.Series(table, dtype=pl.Int32)
         out = events.with_columns(
             rows.gather(events[c]).alias(c) if events[c].null_count() < events.height else events[c]
             for c in here
         )
-        for job, comm, code in apart:
-            for c in here:
-                hit = events[c] == code
-                ranks = events.filter(hit)["rank"].unique()
-                for rank in ranks:
-                    out = out.with_columns(
-                        pl.when(hit & (pl.col("rank") == rank))
-                        .then(pl.lit(self.row(job, comm, rank), pl.Int32))
-                        .otherwise(pl.col(c))
-                        .alias(c)
-                    )
+        for c in here if apart else ():
+            by_rank = events.select(c, "rank")
+            pairs = by_rank.filter(pl.col(c).is_in(list(apart))).unique().sort(c, "rank")
+            own = [self.row(*apart[code], rank) for code, rank in pairs.iter_rows()]
+            pairs = pairs.with_columns(own=pl.Series(own, dtype=pl.Int32))
+            own_row = by_rank.join(pairs, on=[c, "rank"], how="left", maintain_order="left")["own"]
+            out = out.with_columns(pl.coalesce(own_row, c).alias(c))
         return out
 
     def table(self) -> pl.DataFrame:
