@@ -318,6 +318,7 @@ def run(
         n_sat = 0
         n_comp = 0
         n_agent = 0
+        early_mail = True
         e0, e1 = job_event[j], job_event[j + 1]
         for e in range(e0, e1):
             parts = 0
@@ -597,7 +598,7 @@ def run(
                 # nothing else moves: wildcard receives take what is there (rule 5)
                 met = False
                 for b in range(job_box[j], job_box[j + 1]):
-                    while take_at[b] < take_start[b + 1]:
+                    while not early_mail and take_at[b] < take_start[b + 1]:
                         e = take_event[take_at[b]]
                         if not satisfied[e] & (8 if role[e] == SEND else 4):
                             break
@@ -609,7 +610,9 @@ def run(
                     for x in range(take_at[b], take_start[b + 1]):
                         e = take_event[x]
                         half = 1 if role[e] == SEND else 0  # 1: the receive of a sendrecv
-                        if not started[e] or satisfied[e] & (4 + 4 * half):
+                        # a receive that is recorded as complete has taken a message before
+                        over = early_mail and done[e] and role[e] == RECV
+                        if not started[e] or (satisfied[e] & (4 + 4 * half) and not over):
                             continue
                         src = peer[e] if half == 0 else recv_peer[e]
                         want = tag[e] if half == 0 else recv_tag[e]
@@ -637,6 +640,7 @@ def run(
                                     partner[e] = best
                                 partner[best] = e
                                 n_sat = _satisfy(sats, n_sat, satisfied, 4 * best + 2)
+                early_mail = False
                 if not met:
                     break
     return 0

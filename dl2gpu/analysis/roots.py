@@ -164,7 +164,10 @@ def find_causes(g: Graph) -> list[Cause]:
 
     # --- wildcard receives that nobody who is left can answer
     target = np.maximum(g.dst - g.rank0, 0)
-    over = (g.dst >= g.rank0) & (g.src < g.node0) & (g.fate[target] == FATE["finished"])
+    out = np.bincount(g.src, minlength=g.size)
+    ended = (g.fate == FATE["finished"]) & (out[g.rank0 :] == 0)
+    over = (g.dst >= g.rank0) & (g.src < g.node0) & ended[target]
+    over &= np.bincount(g.src[over], minlength=g.size)[g.src] == out[g.src]
     for j in np.unique(rank_job[target[over]]):
         mine = over & (rank_job[target] == j)
         rows = np.unique(target[mine])

@@ -21,7 +21,7 @@ from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, run
 from dl2gpu.analysis.roots import Cause
 from dl2gpu.analysis.tables import ROLE
-from dl2gpu.analysis.waitfor import Graph
+from dl2gpu.analysis.waitfor import Graph, stands_at
 from dl2gpu.trace.schema import EXIT
 
 __all__ = ["as_potential", "only_unbuffered", "plausible", "smallest_safe_buffer", "still_stuck"]
@@ -44,8 +44,14 @@ def still_stuck(g: Graph, cause: Cause, lenient: Fixpoint) -> bool:
         return True
     any_part = cause.kind != "cycle"
     held = False
-    for v in cause.nodes:
-        part = k["node_part"][k["node_start"][v] : k["node_start"][v + 1]] >> 1
+    roots = [
+        k["node_part"][k["node_start"][v] : k["node_start"][v + 1]] >> 1 for v in cause.nodes
+    ]
+    # what is matched from a mailbox belongs to no node
+    boxed = g.program.matching.events["box"].to_numpy() >= 0
+    places = {stands_at(g, int(v)) for v in cause.vertices if v < g.node0 and not any_part}
+    roots.append(np.array([e for e in sorted(places | {*cause.events}) if boxed[e]], np.int64))
+    for part in roots:
         standing = part[strict.started[part] & ~strict.completed[part]]
         if not len(standing):
             continue

@@ -177,8 +177,9 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
             rank0 + follow["r"].to_numpy().astype(np.int64),
         )
     )
-    # a rank that is blocked: its host lanes stand
-    blocked = fate[lay.lane_rank[lane_stuck]] == FATE["blocked"]
+    # a rank that is blocked: its host lanes stand. So do those of a whole program that stops before
+    # its end, from which a wildcard could still get a message
+    blocked = np.isin(fate[lay.lane_rank[lane_stuck]], (FATE["blocked"], FATE["finished"]))
     lanes = np.flatnonzero(lane_stuck)[blocked]
     edges.append((rank0 + lay.lane_rank[lanes].astype(np.int64), lanes.astype(np.int64)))
 
@@ -307,7 +308,7 @@ def _absent(
     ranks = prepared.ranks
     fate = rank_fates(p, fix, lane_stuck, queue_stuck)
     lacking = p.matching.nodes.filter(
-        pl.col("node").is_in(nodes) & (pl.col("need") < 0) & ~pl.col("blocks")
+        pl.col("node").is_in(pl.Series(nodes).implode()) & (pl.col("need") < 0) & ~pl.col("blocks")
     )
     schema = {"node": pl.Int32, "rank": pl.Int32, "r": pl.Int64, "fate": pl.Int8}
     if lacking.is_empty():
@@ -323,7 +324,7 @@ def _absent(
         .explode("rank", empty_as_null=False)
         .select("node", "job", "rank")
     )
-    present = p.matching.events.filter(pl.col("node").is_in(collective["node"])).select(
+    present = p.matching.events.filter(pl.col("node").is_in(collective["node"].implode())).select(
         "node", "rank"
     )
     passed = passed_members(prepared, collective).cast({"node": pl.Int32})
@@ -342,7 +343,7 @@ def _absent(
         .select("node", "rank", "r")
     )
     known = out["r"].fill_null(0).to_numpy()
-    late = p.matching.late.filter(pl.col("node").is_in(nodes)).select(
+    late = p.matching.late.filter(pl.col("node").is_in(pl.Series(nodes).implode())).select(
         "node", "rank", r=pl.lit(None, pl.Int64), fate=pl.lit(FATE["late"], pl.Int8)
     )
     found = out.with_columns(
