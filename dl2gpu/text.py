@@ -35,7 +35,7 @@ _LIBRARY: Final = re.compile(
     r"(?:^|[/ ])(?:site-packages|dist-packages)/"
     r"|(?:^|[/ ])torch/(?:distributed|_ops|_tensor|autograd|nn|utils|_dynamo|optim)\b"
     r"|(?:^|[/ ])lib/python3[^/]*/"
-    r"|\bc10d::|\btorch::|<frozen|<string>"
+    r"|(?:\b|_)c10d(?:::|\.py:)|\btorch::|<frozen|<string>"
 )
 
 
