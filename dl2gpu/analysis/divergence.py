@@ -218,11 +218,13 @@ def find_departure(
     extra = _shift(mine[x + 1 :], theirs[x:])
     if max(left_out, extra) < _SHIFTED or (completed is not None and not completed[at[x]]):
         return None
+    # where lines alternate both fit; a rank with fewer operations than the others left one out
+    skipped = left_out > extra or (left_out == extra and len(mine) < len(first))
     return Divergence(
         event=int(at[x]),
         odd=odd,
-        skipped=left_out > extra,
-        reason="skipped_call" if left_out > extra else "data_dependent_branch",
+        skipped=skipped,
+        reason="skipped_call" if skipped else "data_dependent_branch",
         details={
             "expected": names.operation(int(sequences[good[0]][1][x])),
             "found": names.operation(int(at[x])),

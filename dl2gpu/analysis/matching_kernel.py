@@ -276,27 +276,21 @@ def channels(
 
 @_JIT
 def pair(
-    channel: Any, op: Any, r: Any, lossy: Any, done: Any, nbytes: Any, count: Any, out_bytes: Any,
-    out_count: Any, dtype: Any, tag: Any, n_channels: Any,
+    channel: Any, op: Any, done: Any, nbytes: Any, count: Any, out_bytes: Any, out_count: Any,
+    dtype: Any, tag: Any, cut: Any,
 ) -> Any:  # fmt: skip
     """The k-th send of a channel with its k-th receive; one slot a message, channels in order.
 
-    Where a side lost its start, or lists active operations only, what is complete is set aside and
-    the rest aligned from the first open one. ``out_bytes`` and ``out_count`` are the receiving
-    halves of sendrecv.
+    Where a side lost its start, or lists active operations only (``cut`` bool[channels]), what is
+    complete is set aside and the rest aligned from the first open one. ``out_bytes`` and
+    ``out_count`` are the receiving halves of sendrecv.
 
     Returns:
         place int64[2, n] k of each part, -1 set aside; base int64[channels]; then per slot:
-        present, finished, has_send, has_recv, sent, taken, n_sent, n_taken, dtypes, tags (differ),
-        cut, probed.
+        present, finished, has_send, has_recv, sent, taken, n_sent, n_taken, dtypes, tags (differ).
     """
     n = len(op)
-    cut = np.zeros(n_channels, np.bool_)
-    for x in range(n):
-        for half in range(2):
-            c = channel[half, x]
-            if c >= 0 and lossy[r[x]]:
-                cut[c] = True
+    n_channels = len(cut)
     n_send = np.zeros(n_channels, np.int64)
     n_recv = np.zeros(n_channels, np.int64)
     n_most = np.zeros(n_channels, np.int64)
@@ -364,5 +358,5 @@ def pair(
                     tags[v] = True
     return (
         place, base, present, finished, has_send, has_recv, sent, taken, n_sent, n_taken,
-        dtypes, tags, cut,
+        dtypes, tags,
     )  # fmt: skip

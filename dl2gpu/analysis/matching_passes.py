@@ -14,7 +14,7 @@ import polars as pl
 
 from dl2gpu.analysis import matching_kernel as kernel
 from dl2gpu.analysis.arrays import Array, codes, flags, plain
-from dl2gpu.analysis.matching_plan import lost_comms, no_nodes
+from dl2gpu.analysis.matching_plan import lossy_ranks, lost_comms, no_nodes
 from dl2gpu.analysis.signatures import SIZED
 from dl2gpu.analysis.tables import KIND, NCCL_LIKE, ROLE, Prepared, dtype_widths
 from dl2gpu.trace.schema import ANY, OP
@@ -215,7 +215,7 @@ def pass_messages(p: Prepared, c: Columns, out: Placed, first: int) -> pl.DataFr
         return no_nodes()
     if _wildcards(p):
         return None
-    op, job, r = (c[name][rows] for name in ("op", "job", "r"))
+    op, job = c["op"][rows], c["job"][rows]
     tags_matter = plain(p.jobs["semantics"] != NCCL_LIKE)
     tag = c.at("tag", rows)
     channel, c_comm, c_src, c_dst, _, c_job = kernel.channels(
@@ -223,20 +223,15 @@ def pass_messages(p: Prepared, c: Columns, out: Placed, first: int) -> pl.DataFr
         c.at("recv_peer", rows), c.at("recv_tag", rows), c.at("matched_peer", rows),
         c.at("matched_tag", rows), tags_matter,
     )  # fmt: skip
-    lossy = plain(
-        p.ranks.select(
-            (pl.col("lost_before").fill_null(1) > 0) | pl.col("only_active").fill_null(False)
-        ).to_series()
-    )
+    cut = _cut(p, c_job, c_src) | _cut(p, c_job, c_dst)
     nbytes, count, dtype = (c.at(name, rows) for name in ("bytes", "count", "dtype"))
     out_bytes, out_count = nbytes, count
     exchange = np.flatnonzero(op == OP["sendrecv"])
     if len(exchange):
         out_bytes, out_count = _receiving(exchange, nbytes, count, c.at("count_out", rows), dtype)
     (place, base, present, finished, has_send, has_recv, sent, taken, n_sent, n_taken, dtypes,
-     tags, cut) = kernel.pair(
-        channel, op, r, lossy, c["done"][rows], nbytes, count, out_bytes, out_count, dtype, tag,
-        len(c_comm),
+     tags) = kernel.pair(
+        channel, op, c["done"][rows], nbytes, count, out_bytes, out_count, dtype, tag, cut
     )  # fmt: skip
 
     slots = int(base[-1])
@@ -286,6 +281,14 @@ def pass_messages(p: Prepared, c: Columns, out: Placed, first: int) -> pl.DataFr
             "need": np.where(present >= 2, 2, -1).astype(np.int32),
         }
     )
+
+
+def _cut(p: Prepared, job: Array, rank: Array) -> Array:
+    """bool[n]: these ranks lost their start, or list active operations only."""
+    lossy = lossy_ranks(p)
+    of = (plain(lossy["job"]).astype(np.int64) << 32) | plain(lossy["rank"])
+    found: Array = np.isin((job.astype(np.int64) << 32) | rank, of)
+    return found
 
 
 def _wildcards(p: Prepared) -> bool:

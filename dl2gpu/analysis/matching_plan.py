@@ -17,7 +17,7 @@ from dl2gpu.analysis.signatures import compare_collectives, compare_messages
 from dl2gpu.analysis.tables import KIND, NCCL_LIKE, ROLE, Prepared, dtype_widths, is_collective
 from dl2gpu.trace.schema import ANY, FLAG, OP
 
-__all__ = ["attach", "lost_comms", "no_nodes", "plan_collectives", "plan_messages"]
+__all__ = ["attach", "lossy_ranks", "lost_comms", "no_nodes", "plan_collectives", "plan_messages"]
 
 # --------------------------------------------------------------------------------------------------
 # Collectives
@@ -134,6 +134,12 @@ def _about_comms(p: Prepared, coll: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
 
 
+def lossy_ranks(p: Prepared) -> pl.DataFrame:
+    """(job, rank) of ranks that lost their start, or list active operations only."""
+    lossy = (pl.col("lost_before").fill_null(1) > 0) | pl.col("only_active").fill_null(False)
+    return p.ranks.filter(lossy).select("job", "rank")
+
+
 def lost_comms(p: Prepared) -> pl.Series:
     """Communicators of which a member lost its start: their operations cannot be counted."""
     cut = p.ranks.lazy().filter(pl.col("lost_before").fill_null(1) > 0).select("job", "rank")
@@ -155,13 +161,6 @@ def _message_parts(p: Prepared) -> pl.LazyFrame:
         p.events.lazy()
         .filter(pl.col("op").is_between(OP["send"], OP["probe"]))
         .join(p.jobs.lazy().select("job", "semantics"), on="job", how="left")
-        .join(
-            p.ranks.lazy().select(
-                "r", lossy=(pl.col("lost_before").fill_null(1) > 0) | pl.col("only_active")
-            ),
-            on="r",
-            how="left",
-        )
         .with_columns(pl.col("comm").fill_null(-1))
     )
     op = pl.col("op")
@@ -172,7 +171,6 @@ def _message_parts(p: Prepared) -> pl.LazyFrame:
         "comm",
         "done",
         "semantics",
-        "lossy",
         "bytes",
         "count",
         "dtype",
@@ -249,8 +247,12 @@ def plan_messages(p: Prepared, first: int) -> tuple[pl.DataFrame, pl.DataFrame, 
 
     # Where either side lost its start, or lists active operations only, the k-th operations do not
     # belong together: what is still open is aligned from the first open one on both sides.
-    cut = parts.group_by(_CHANNEL).agg(cut=pl.col("lossy").any())
-    parts = parts.join(cut, on=_CHANNEL, how="left")
+    lossy = lossy_ranks(p).with_columns(cut=pl.lit(value=True))
+    parts = (
+        parts.join(lossy.rename({"rank": "src"}), on=["job", "src"], how="left")
+        .join(lossy.rename({"rank": "dst"}), on=["job", "dst"], how="left")
+        .with_columns(cut=pl.coalesce("cut", "cut_right").fill_null(False))
+    )
     over = parts.filter(pl.col("cut") & pl.col("done"))
     parts = parts.filter(~(pl.col("cut") & pl.col("done")))
     side = pl.when(pl.col("role") == ROLE["send"]).then(0).otherwise(1)

@@ -44,9 +44,7 @@ def still_stuck(g: Graph, cause: Cause, lenient: Fixpoint) -> bool:
         return True
     any_part = cause.kind != "cycle"
     held = False
-    roots = [
-        k["node_part"][k["node_start"][v] : k["node_start"][v + 1]] >> 1 for v in cause.nodes
-    ]
+    roots = [k["node_part"][k["node_start"][v] : k["node_start"][v + 1]] >> 1 for v in cause.nodes]
     # what is matched from a mailbox belongs to no node
     boxed = g.program.matching.events["box"].to_numpy() >= 0
     places = {stands_at(g, int(v)) for v in cause.vertices if v < g.node0 and not any_part}
