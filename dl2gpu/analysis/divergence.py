@@ -213,13 +213,13 @@ def find_departure(
     here = int(own[0]) if len(own) else int(at[-1]) + 1
     if at[x] >= here:
         return None
-    theirs = first[:length]
-    left_out = _shift(mine[x:], theirs[x + 1 :])
-    extra = _shift(mine[x + 1 :], theirs[x:])
+    others = [sequences[r][0] for r in good]
+    left_out = min(_shift(mine[x:], theirs[x + 1 : length]) for theirs in others)
+    extra = min(_shift(mine[x + 1 :], theirs[x:length]) for theirs in others)
     if max(left_out, extra) < _SHIFTED or (completed is not None and not completed[at[x]]):
         return None
     # where lines alternate both fit; a rank with fewer operations than the others left one out
-    skipped = left_out > extra or (left_out == extra and len(mine) < len(first))
+    skipped = left_out > extra or (left_out == extra and len(mine) < min(map(len, others)))
     return Divergence(
         event=int(at[x]),
         odd=odd,

@@ -178,8 +178,10 @@ def _number_ranks(trace: Trace, events: pl.DataFrame) -> tuple[pl.DataFrame, pl.
 
 def _finalize_comms(trace: Trace, events: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Comms with sizes; ``finalize`` gets a communicator of the whole job (TRACE_FORMAT.md)."""
-    comms = conform(trace.comms, "comms").sort("comm").with_columns(
-        size=pl.col("ranks").list.n_unique().fill_null(0).cast(pl.Int32)
+    comms = (
+        conform(trace.comms, "comms")
+        .sort("comm")
+        .with_columns(size=pl.col("ranks").list.n_unique().fill_null(0).cast(pl.Int32))
     )
     ends = events.filter(pl.col("op") == OP["finalize"])["job"].unique().sort()
     if ends.is_empty():
