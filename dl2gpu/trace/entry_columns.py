@@ -13,8 +13,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
 
+from dl2gpu.engine.native import Int32Rows, Int32s, Int64Rows, Int64s, UInt8s, kernel
 from dl2gpu.trace.pickle_tables import COLUMNS, KEYWORDS, NULL
 
 __all__ = [
@@ -181,7 +181,11 @@ def pack(
     return columns
 
 
-def _pack_rows(rec, order, at, states, wide, narrow, bits, groups, table, lanes, facts):  # type: ignore[no-untyped-def]
+@kernel
+def _pack(
+    rec: Int64Rows, order: Int64s, at: Int64s, states: Int64s, wide: Int64Rows, narrow: Int32Rows,
+    bits: UInt8s, groups: Int64Rows, table: Int32s, lanes: Int32s, facts: Int64s,
+) -> None:  # fmt: skip
     n = order.size
     n_groups = 0
     n_lanes = 0
@@ -263,11 +267,3 @@ def _pack_rows(rec, order, at, states, wide, narrow, bits, groups, table, lanes,
         for i in range(n):
             wide[0, i] = i
     facts[0] = n_groups
-
-
-_i8, _i4 = types.int64[::1], types.int32[::1]
-_pack: Any = njit(
-    types.void(types.int64[:, ::1], _i8, _i8, _i8, types.int64[:, ::1], types.int32[:, ::1],
-               types.uint8[::1], types.int64[:, ::1], _i4, _i4, _i8),
-    nogil=True, cache=True, _nrt=False,
-)(_pack_rows)  # fmt: skip

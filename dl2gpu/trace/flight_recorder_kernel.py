@@ -8,9 +8,18 @@ knows the schema's numbers.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
-from numba import njit, types
+from dl2gpu.engine.native import (
+    Int32Rows,
+    Int32s,
+    Int64Rows,
+    Int64s,
+    UInt8s,
+    UInt32s,
+    helper,
+    kernel,
+)
 
 __all__ = ["map_entries"]
 
@@ -50,7 +59,7 @@ _LAST, _COUNT, _SENDS, _PREVIOUS, _SHIFT, _SINGLES, _BATCHED, _FRESH = range(8)
 _LINK, _BATCH, _END_ROW, _ORDINAL, _FOLDED, _PARTIAL = range(6)
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def _close(g, state, found, wide, bits):  # type: ignore[no-untyped-def]
     """End a run that has no end record: one batch if its rows share a number of their own.
 
@@ -75,7 +84,7 @@ def _close(g, state, found, wide, bits):  # type: ignore[no-untyped-def]
         i = found[i, _LINK]
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def _batches(wide, narrow, name_op, ops, bits, state, found):  # type: ignore[no-untyped-def]
     """Coalesced groups: neighbours on a communicator with the same numbers, to their end record."""
     for g in range(state.shape[0]):
@@ -121,7 +130,7 @@ def _batches(wide, narrow, name_op, ops, bits, state, found):  # type: ignore[no
         state[g, _PREVIOUS] = NULL
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def _ordinals(wide, narrow, name_op, ops, bits, state, found):  # type: ignore[no-untyped-def]
     """Numbers of the collectives of a communicator that its members can compare.
 
@@ -161,7 +170,7 @@ def _ordinals(wide, narrow, name_op, ops, bits, state, found):  # type: ignore[n
         found[i, _ORDINAL] = ordinal if ordinal >= 0 else NULL
 
 
-@njit(nogil=True, _nrt=False, forceinline=True)
+@helper(forceinline=True)
 def _pair(comm, lo, hi, pairs, table, facts):  # type: ignore[no-untyped-def]
     """Number of the pair of ranks on a communicator."""
     secret = facts[SECRET]
@@ -184,14 +193,19 @@ def _pair(comm, lo, hi, pairs, table, facts):  # type: ignore[no-untyped-def]
     return k
 
 
-@njit(nogil=True, _nrt=False, forceinline=True)
+@helper(forceinline=True)
 def _time(t):  # type: ignore[no-untyped-def]
     return t if 0 < t <= LATEST_NS else NULL
 
 
-def _map(wide, narrow, bits_of, facts, name_op, text_dtype,  # type: ignore[no-untyped-def]
-         group_comm, stack_of, ops, dtypes, comms, members, consts, state, found, pairs,
-         pair_table, splits, ints, longs, states, flags):  # fmt: skip
+@kernel
+def map_entries(
+    wide: Int64Rows, narrow: Int32Rows, bits_of: UInt8s, facts: Int64s, name_op: Int32s,
+    text_dtype: Int32s, group_comm: Int32s, stack_of: Int32s, ops: Int64Rows, dtypes: Int64Rows,
+    comms: Int64Rows, members: Int32s, consts: Int64s, state: Int64Rows, found: Int64Rows,
+    pairs: Int64Rows, pair_table: Int32s, splits: Int64Rows, ints: Int32Rows, longs: Int64Rows,
+    states: UInt8s, flags: UInt32s,
+) -> None:  # fmt: skip
     """Entries of one file to rows ``facts[OFFSET]`` and following of the output.
 
     Per file: ``wide``, ``narrow``, ``bits_of`` (Columns), ``facts`` (scalars in and out),
@@ -310,12 +324,3 @@ def _map(wide, narrow, bits_of, facts, name_op, text_dtype,  # type: ignore[no-u
         out += 1
     facts[OFFSET] = out
     facts[N_SPLITS] = n_splits
-
-
-_i8, _i4 = types.int64[::1], types.int32[::1]
-_m8, _m4 = types.int64[:, ::1], types.int32[:, ::1]
-map_entries: Any = njit(
-    types.void(_m8, _m4, types.uint8[::1], _i8, _i4, _i4, _i4, _i4, _m8, _m8, _m8, _i4, _i8, _m8,
-               _m8, _m8, _i4, _m8, _m4, _m8, types.uint8[::1], types.uint32[::1]),
-    nogil=True, cache=True, _nrt=False,
-)(_map)  # fmt: skip

@@ -8,8 +8,7 @@ the entry again from its start.
 
 from __future__ import annotations
 
-from numba import njit
-
+from dl2gpu.engine.native import helper
 from dl2gpu.trace import pickle_opcodes as opcode
 from dl2gpu.trace.pickle_tables import (
     C_DESC,
@@ -54,7 +53,7 @@ from dl2gpu.trace.pickle_tables import (
 )
 
 
-@njit(nogil=True, _nrt=False, forceinline=True)
+@helper(forceinline=True)
 def text_at(buf, n, p, seed, st, mk, mv, strs, stab):  # type: ignore[no-untyped-def]
     """String at ``p``, fetched or new and memoised: (position after, number); -1 = unexpected."""
     op = u8(buf, p)
@@ -81,7 +80,7 @@ def text_at(buf, n, p, seed, st, mk, mv, strs, stab):  # type: ignore[no-untyped
     return p, text
 
 
-@njit(nogil=True, _nrt=False, forceinline=True)
+@helper(forceinline=True)
 def _put(buf, p, st, mk, mv, kind, value):  # type: ignore[no-untyped-def]
     """Position after an optional BINPUT of (kind, value) at ``p``; -1 = beyond the table."""
     op = u8(buf, p)
@@ -102,7 +101,7 @@ def _put(buf, p, st, mk, mv, kind, value):  # type: ignore[no-untyped-def]
     return p
 
 
-@njit(nogil=True, _nrt=False, forceinline=True)
+@helper(forceinline=True)
 def _sizes(buf, n, p, st, numels, rec, row, key):  # type: ignore[no-untyped-def]
     """list[list[int]] at ``p`` into ``rec``: total elements, tensors, elements of each tensor."""
     if u8(buf, p) != opcode.EMPTY_LIST or u8(buf, p + 1) != opcode.MARK:
@@ -153,7 +152,7 @@ def _sizes(buf, n, p, st, numels, rec, row, key):  # type: ignore[no-untyped-def
     return -1
 
 
-@njit(nogil=True, _nrt=False, forceinline=True)
+@helper(forceinline=True)
 def _stack(buf, n, p, seed, st, mk, mv, cont, strs, stab,  # type: ignore[no-untyped-def]
            frames, ftab, stacks, ktab, pool):  # fmt: skip
     """List of frames at ``p``: (position after it, stack number); -1 = unexpected."""
@@ -228,7 +227,7 @@ def _stack(buf, n, p, seed, st, mk, mv, cont, strs, stab,  # type: ignore[no-unt
     return -1, 0
 
 
-@njit(nogil=True, _nrt=False, forceinline=True)
+@helper(forceinline=True)
 def entry_at(buf, n, p, seed, st, mk, mv, cont, strs, stab,  # type: ignore[no-untyped-def]
            frames, ftab, stacks, ktab, pool, numels, rec):  # fmt: skip
     """Short cut: an entry dict in the writer's own layout, after its MARK at ``p``, into ``rec``.

@@ -5,8 +5,7 @@ Source: FORMATS.md 2.4 (salvage of files that were cut short).
 
 from __future__ import annotations
 
-from numba import njit
-
+from dl2gpu.engine.native import Int32s, Int64Rows, Int64s, UInt8s, helper, kernel
 from dl2gpu.trace.pickle_tables import (
     BAD_ENTRIES,
     BOOL,
@@ -62,7 +61,7 @@ from dl2gpu.trace.pickle_tables import (
 )
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def _numels(target, st, cont, chunks, hk, hv, numels):  # type: ignore[no-untyped-def]
     """Summary of a list of lists of sizes, kept in its container; False when the pool is full."""
     if cont[target, 5] != 0:
@@ -102,7 +101,7 @@ def _numels(target, st, cont, chunks, hk, hv, numels):  # type: ignore[no-untype
     return True
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def _frames(target, st, cont, chunks, hk, hv, frames, stacks, ktab, pool):  # type: ignore[no-untyped-def]
     """Stack number of a list of frames, kept in its container; False when a table is full."""
     if cont[target, 5] != 0:
@@ -130,7 +129,7 @@ def _frames(target, st, cont, chunks, hk, hv, frames, stacks, ktab, pool):  # ty
     return True
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def _fold_entry(target, st, cont, chunks, hk, hv,  # type: ignore[no-untyped-def]
                 frames, stacks, ktab, pool, numels, rec):  # fmt: skip
     """An entry dict of the machine into the next row: 1 done, 0 no entry, -1 a table is full."""
@@ -212,8 +211,12 @@ def _fold_entry(target, st, cont, chunks, hk, hv,  # type: ignore[no-untyped-def
     return 1
 
 
-def fold_entries(st, sk, sv, marks, cont, chunks, hk, hv,  # type: ignore[no-untyped-def]
-                 frames, stacks, ktab, pool, numels, rec, order):  # fmt: skip
+@kernel
+def fold_entries(
+    st: Int64s, sk: UInt8s, sv: Int64s, marks: Int64s, cont: Int64Rows, chunks: Int64Rows,
+    hk: UInt8s, hv: Int64s, frames: Int64Rows, stacks: Int64Rows, ktab: Int32s, pool: Int32s,
+    numels: Int64s, rec: Int64Rows, order: Int64s,
+) -> None:  # fmt: skip
     """Put the rows of the list of entries in order, folding those that took no short cut.
 
     First closes what was open where the bytes ended: items go to the container below their mark.

@@ -1,4 +1,4 @@
-"""Numba kernels behind :mod:`dl2gpu.trace.pickle_columns`: a pickle machine over integers.
+"""Kernels behind :mod:`dl2gpu.trace.pickle_columns`: a pickle machine over integers.
 
 The machine knows the opcodes that a Flight Recorder dump can hold (FORMATS.md 2.4) and nothing
 else: no opcode that imports, calls or builds. A value is a pair (kind, payload): numbers carry
@@ -15,15 +15,10 @@ expect is left to the machine, which starts again at the same place; :func:`fold
 
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
-from typing import Any, Final
-
-from numba import njit, types
-
+from dl2gpu.engine.native import Bytes, Int32s, Int64Rows, Int64s, UInt8s, helper, kernel
 from dl2gpu.trace import pickle_opcodes as opcode
 from dl2gpu.trace.pickle_entry import entry_at, text_at
-from dl2gpu.trace.pickle_fold import fold_entries
+from dl2gpu.trace.pickle_fold import fold_entries as fold
 from dl2gpu.trace.pickle_tables import (
     BAD_MEMO,
     BAD_TARGET,
@@ -87,7 +82,7 @@ from dl2gpu.trace.pickle_tables import (
 __all__ = ["fold", "rehash", "walk"]
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def _container(kind, st, cont):  # type: ignore[no-untyped-def]
     c = st[N_CONT]
     st[N_CONT] = c + 1
@@ -99,7 +94,7 @@ def _container(kind, st, cont):  # type: ignore[no-untyped-def]
     return c
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def _as_frame(target, st, sk, sv, base, cont, strs, frames, ftab):  # type: ignore[no-untyped-def]
     """Make the empty dict ``target`` a frame if the stack above ``base`` is name, filename, line.
 
@@ -130,8 +125,13 @@ def _as_frame(target, st, sk, sv, base, cont, strs, frames, ftab):  # type: igno
     return 1
 
 
-def _walk(buf, seed, st, sk, sv, marks, mk, mv, cont, chunks, hk, hv,  # type: ignore[no-untyped-def]
-          strs, stab, frames, ftab, stacks, ktab, pool, numels, rec, quota):  # fmt: skip
+@kernel
+def walk(
+    buf: Bytes, seed: Bytes, st: Int64s, sk: UInt8s, sv: Int64s, marks: Int64s, mk: UInt8s,
+    mv: Int64s, cont: Int64Rows, chunks: Int64Rows, hk: UInt8s, hv: Int64s, strs: Int64Rows,
+    stab: Int32s, frames: Int64Rows, ftab: Int32s, stacks: Int64Rows, ktab: Int32s, pool: Int32s,
+    numels: Int64s, rec: Int64Rows, quota: int,
+) -> None:  # fmt: skip
     """Run at most ``quota`` opcodes from ``st[POS]``; why it stopped is in ``st[STATUS]``.
 
     The caller keeps ``quota`` free places in the stack, the heap, the containers and the chunks
@@ -360,7 +360,8 @@ def _walk(buf, seed, st, sk, sv, marks, mk, mv, cont, chunks, hk, hv,  # type: i
     st[REASON] = reason
 
 
-def _rehash(rows, count, table):  # type: ignore[no-untyped-def]
+@kernel
+def rehash(rows: Int64Rows, count: int, table: Int32s) -> None:
     """Fill the hash ``table`` with the first ``count`` rows; their last column is the hash."""
     last = rows.shape[1] - 1
     mask = table.size - 1
@@ -371,32 +372,3 @@ def _rehash(rows, count, table):  # type: ignore[no-untyped-def]
         while table[slot] >= 0:
             slot = (slot + 1) & mask
         table[slot] = k
-
-
-def _stamp(*parts: str) -> str:
-    """Checksum of the modules that are compiled into a function."""
-    here = Path(__file__)
-    sources = [here.with_name(f"{part}.py") for part in parts]
-    return f"_{zlib.crc32(b''.join(s.read_bytes() for s in sources if s.exists())):08x}"
-
-
-# numba's cache looks at the file of the function itself only; its name makes it look at the others
-_walk.__qualname__ += _stamp("pickle_opcodes", "pickle_tables", "pickle_entry")
-fold_entries.__qualname__ += _stamp("pickle_tables")
-
-_OPTIONS: Final = {"nogil": True, "cache": True, "_nrt": False}
-"""No reference counts: each call that passes an array would pay two atomic operations for it."""
-_bytes = types.Array(types.uint8, 1, "C", readonly=True)
-_b1, _i1, _i4 = types.uint8[::1], types.int64[::1], types.int32[::1]
-_i2 = types.int64[:, ::1]
-
-walk: Any = njit(
-    types.void(_bytes, _bytes, _i1, _b1, _i1, _i1, _b1, _i1, _i2, _i2, _b1, _i1, _i2, _i4, _i2, _i4,
-               _i2, _i4, _i4, _i1, _i2, types.int64),
-    **_OPTIONS,
-)(_walk)  # fmt: skip
-fold: Any = njit(
-    types.void(_i1, _b1, _i1, _i1, _i2, _i2, _b1, _i1, _i2, _i2, _i4, _i4, _i1, _i2, _i1),
-    **_OPTIONS,
-)(fold_entries)
-rehash: Any = njit(types.void(_i2, types.int64, _i4), **_OPTIONS)(_rehash)

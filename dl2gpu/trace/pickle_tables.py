@@ -10,10 +10,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+
+from dl2gpu.engine.native import deferred, helper
 
 KEYWORDS: Final = (
     # keys of an entry: the number of the word is the number of its column in `rec`
@@ -81,6 +79,10 @@ C_DESC, C_ITENSORS, C_INUMELS, C_IMIXED, C_USED = 24, 25, 27, 29, 31
 
 def _loader(bits: int, signed: bool = False) -> Any:
     """Unaligned little-endian load of ``bits`` bits from a byte array, without index wraparound."""
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
 
     @intrinsic
     def load(_typing: Any, buf: Any, at: Any) -> Any:
@@ -101,18 +103,18 @@ def _loader(bits: int, signed: bool = False) -> Any:
     return load
 
 
-u8, u16, u32, u64 = _loader(8), _loader(16), _loader(32), _loader(64)
-i32 = _loader(32, signed=True)
+u8, u16, u32, u64 = (deferred(_loader, bits) for bits in (8, 16, 32, 64))
+i32 = deferred(_loader, 32, True)
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def mix(h: int, value: int, secret: int) -> int:
     """One step of the keyed hash."""
     h = (h ^ value) * secret
     return h ^ ((h >> 32) & 0xFFFFFFFF)
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def intern_text(buf, seed, off, length, strs, table, st):  # type: ignore[no-untyped-def]
     """Number of the string ``buf[off:off+length]``; -1 when the table is full."""
     secret = st[SECRET]
@@ -160,7 +162,7 @@ def intern_text(buf, seed, off, length, strs, table, st):  # type: ignore[no-unt
     return n
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def intern_frame(name, filename, line, strs, frames, table, st):  # type: ignore[no-untyped-def]
     """Number of the frame (string number, string number, line); -1 when the table is full.
 
@@ -190,7 +192,7 @@ def intern_frame(name, filename, line, strs, frames, table, st):  # type: ignore
     return n
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def intern_stack(count, frames, stacks, table, pool, st):  # type: ignore[no-untyped-def]
     """Number of the stack whose ``count`` frames lie at the end of ``pool``; -1 when full.
 
@@ -230,7 +232,7 @@ def intern_stack(count, frames, stacks, table, pool, st):  # type: ignore[no-unt
     return n
 
 
-@njit(nogil=True, _nrt=False, forceinline=True)
+@helper(forceinline=True)
 def times(a, b):  # type: ignore[no-untyped-def]
     """Product of two sizes, saturated; negative sizes count as unknown (saturated)."""
     if 0 <= a < 1 << 31 and 0 <= b < 1 << 31:
@@ -242,7 +244,7 @@ def times(a, b):  # type: ignore[no-untyped-def]
     return a * b
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def add_chunk(target, first, count, st, cont, chunks):  # type: ignore[no-untyped-def]
     """Hang ``heap[first:first+count]`` onto container ``target`` as its next chunk of children."""
     if count == 0:
@@ -261,7 +263,7 @@ def add_chunk(target, first, count, st, cont, chunks):  # type: ignore[no-untype
     cont[target, 5] = 0
 
 
-@njit(nogil=True, _nrt=False)
+@helper()
 def collect(base, st, sk, sv, hk, hv):  # type: ignore[no-untyped-def]
     """Move the stack above ``base`` to the heap; returns (first, count)."""
     first = st[N_HEAP]
