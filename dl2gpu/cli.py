@@ -130,9 +130,6 @@ def scan(
     _check_cluster(cluster)
     _check_pattern(job_pattern)
     with _errors(verbose):
-        from dl2gpu.engine.compiled import load_numba
-
-        load_numba()
         from dl2gpu.report.progress import progress
         from dl2gpu.report.save import check_target
         from dl2gpu.report.status import exit_status, nothing_readable

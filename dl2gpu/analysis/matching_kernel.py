@@ -10,11 +10,21 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 
+from dl2gpu.analysis.arrays import Array
+from dl2gpu.engine.native import (
+    Bools,
+    Int8s,
+    Int32Rows,
+    Int32s,
+    Int64Rows,
+    Int64s,
+    UInt8s,
+    UInt32s,
+    helper,
+    kernel,
+)
 from dl2gpu.trace.schema import FLAG, OP
-
-_JIT: Any = njit(cache=True, nogil=True)
 
 NULL: Final = -1
 _FIRST_COLLECTIVE: Final = OP["all_reduce"]
@@ -41,21 +51,21 @@ DIFF_NEW: Final = 64
 UNSIZED: Final = 128
 
 
-@_JIT
-def unnumbered(lo: Any, hi: Any, op: Any, comm: Any, ordinal: Any, missing: Any) -> Any:
+@kernel
+def unnumbered(lo: int, hi: int, op: Int32s, comm: Int32s, ordinal: Int64s, missing: Bools) -> None:
     """Marks in ``missing`` bool[comms] the communicators with a collective that has no ordinal."""
     for e in range(lo, hi):
         if op[e] >= _FIRST_COLLECTIVE and comm[e] >= 0 and (len(ordinal) == 0 or ordinal[e] < 0):
             missing[comm[e]] = True
 
 
-@_JIT
+@kernel
 def number(
-    lo: Any, hi: Any, op: Any, comm: Any, r: Any, ordinal: Any, count: Any, count_out: Any,
-    missing: Any, lost: Any, size: Any, nccl: Any,
-    owner: Any, seen: Any, last: Any, times: Any,
-    k: Any, copy: Any, alone: Any, low: Any, high: Any,
-) -> Any:  # fmt: skip
+    lo: int, hi: int, op: Int32s, comm: Int32s, r: UInt32s, ordinal: Int64s, count: Int64s,
+    count_out: Int64s, missing: Bools, lost: Bools, size: Int32s, nccl: Bools,
+    owner: Int64s, seen: Int64s, last: Int64s, times: Int64s,
+    k: Int64s, copy: Int32s, alone: Bools, low: Int64s, high: Int64s,
+) -> int:  # fmt: skip
     """Numbers the collectives of the rows lo..hi; returns the largest repetition of a number.
 
     ``k`` int64[n] ordinal or NULL, ``copy`` int32[n] how often the rank used the number just
@@ -104,7 +114,7 @@ def number(
     return most
 
 
-@njit(inline="always")
+@helper(forceinline=True)
 def _differ(first: Any, v: Any, value: Any, bits: Any, bit: Any) -> Any:
     """Compares a value with the first one known at node v; unknown agrees with everything."""
     if value < 0:
@@ -116,14 +126,16 @@ def _differ(first: Any, v: Any, value: Any, bits: Any, bit: Any) -> Any:
     return bits
 
 
-@_JIT
+@kernel
 def fold(
-    lo: Any, hi: Any, op: Any, comm: Any, root: Any, nbytes: Any, count: Any, dtype: Any,
-    reduce_op: Any, new_comm: Any, split: Any, flags: Any, done: Any, k: Any, copy: Any, alone: Any,
-    base: Any, low: Any, copies: Any, any_sizes: Any, sized: Any,
-    node: Any, present: Any, finished: Any, kind: Any, bits: Any, node_comm: Any, node_k: Any,
-    f_op: Any, f_root: Any, f_bytes: Any, f_count: Any, f_dtype: Any, f_reduce: Any, f_new: Any,
-) -> Any:  # fmt: skip
+    lo: int, hi: int, op: Int32s, comm: Int32s, root: Int32s, nbytes: Int64s, count: Int64s,
+    dtype: Int32s, reduce_op: Int32s, new_comm: Int32s, split: Bools, flags: UInt32s, done: Bools,
+    k: Int64s, copy: Int32s, alone: Bools,
+    base: Int64s, low: Int64s, copies: int, any_sizes: Bools, sized: Bools,
+    node: Int32s, present: Int32s, finished: Int32s, kind: Int8s, bits: UInt8s, node_comm: Int32s,
+    node_k: Int64s, f_op: Int64s, f_root: Int64s, f_bytes: Int64s, f_count: Int64s, f_dtype: Int64s,
+    f_reduce: Int64s, f_new: Int64s,
+) -> None:  # fmt: skip
     """Gives the rows lo..hi their node and folds their signatures into it.
 
     ``f_*`` int64[nodes] hold the first known value of each aspect; ``bits`` uint8[nodes] the
@@ -168,10 +180,11 @@ def fold(
         bits[v] = b
 
 
-@_JIT
+@kernel
 def roles(
-    lo: Any, hi: Any, op: Any, rank: Any, root: Any, node: Any, f_root: Any, role: Any
-) -> Any:
+    lo: int, hi: int, op: Int32s, rank: Int32s, root: Int32s, node: Int32s, f_root: Int64s,
+    role: Int8s,
+) -> None:  # fmt: skip
     """``role`` int8[n]: 1 member, 2 root, for the collectives of the rows lo..hi."""
     for e in range(lo, hi):
         o = op[e]
@@ -186,7 +199,7 @@ def roles(
                 role[e] = 2
 
 
-@njit(inline="always")
+@helper(forceinline=True)
 def _mixed(a: Any, b: Any, c: Any, d: Any) -> Any:
     h = np.uint64(a) * np.uint64(0x9E3779B97F4A7C15)
     h ^= np.uint64(b) * np.uint64(0xC2B2AE3D27D4EB4F) + (h >> np.uint64(29))
@@ -196,11 +209,10 @@ def _mixed(a: Any, b: Any, c: Any, d: Any) -> Any:
     return h * np.uint64(0x9E3779B97F4A7C15)
 
 
-@_JIT
 def channels(
-    op: Any, job: Any, comm: Any, rank: Any, peer: Any, tag: Any, recv_peer: Any, recv_tag: Any,
-    matched_peer: Any, matched_tag: Any, tags_matter: Any,
-) -> Any:  # fmt: skip
+    op: Array, job: Array, comm: Array, rank: Array, peer: Array, tag: Array, recv_peer: Array,
+    recv_tag: Array, matched_peer: Array, matched_tag: Array, tags_matter: Array,
+) -> tuple[Array, ...]:  # fmt: skip
     """Channel of each part of the point-to-point rows: int32[2, n], -1 none, -2 unknown peer.
 
     All arrays are those of the point-to-point rows only. Also (comm, src, dst, tag, job) of the
@@ -208,19 +220,28 @@ def channels(
     apart.
     """
     n = len(op)
-    table_size = 16
-    while table_size < 4 * n + 16:
-        table_size *= 2
-    mask = np.uint64(table_size - 1)
-    table = np.full(table_size, -1, np.int32)
+    table = np.full(1 << (4 * n + 15).bit_length(), -1, np.int32)
     out = np.full((2, n), -1, np.int32)
-    c_comm = np.empty(2 * n, np.int64)
-    c_src = np.empty(2 * n, np.int32)
-    c_dst = np.empty(2 * n, np.int32)
-    c_tag = np.empty(2 * n, np.int64)
-    c_job = np.empty(2 * n, np.int32)
+    c_comm, c_tag = np.empty(2 * n, np.int64), np.empty(2 * n, np.int64)
+    c_src, c_dst, c_job = (np.empty(2 * n, np.int32) for _ in range(3))
+    total = _channels(
+        op, job, comm, rank, peer, tag, recv_peer, recv_tag, matched_peer, matched_tag, tags_matter,
+        table, out, c_comm, c_src, c_dst, c_tag, c_job,
+    )  # fmt: skip
+    return out, *(part[:total].copy() for part in (c_comm, c_src, c_dst, c_tag, c_job))
+
+
+@kernel
+def _channels(
+    op: Int32s, job: Int32s, comm: Int32s, rank: Int32s, peer: Int32s, tag: Int64s,
+    recv_peer: Int32s, recv_tag: Int64s, matched_peer: Int32s, matched_tag: Int64s,
+    tags_matter: Bools, table: Int32s, out: Int32Rows,
+    c_comm: Int64s, c_src: Int32s, c_dst: Int32s, c_tag: Int64s, c_job: Int32s,
+) -> int:  # fmt: skip
+    """Fills ``out`` and the columns of the channels; returns how many there are."""
+    mask = np.uint64(len(table) - 1)
     total = 0
-    for x in range(n):
+    for x in range(len(op)):
         o = op[x]
         matters = tags_matter[job[x]]
         for half in range(2):
@@ -268,17 +289,13 @@ def channels(
                     out[half, x] = found
                     break
                 slot = (slot + np.uint64(1)) & mask
-    return (
-        out, c_comm[:total].copy(), c_src[:total].copy(), c_dst[:total].copy(),
-        c_tag[:total].copy(), c_job[:total].copy(),
-    )  # fmt: skip
+    return total
 
 
-@_JIT
 def pair(
-    channel: Any, op: Any, done: Any, nbytes: Any, count: Any, out_bytes: Any, out_count: Any,
-    dtype: Any, tag: Any, cut: Any,
-) -> Any:  # fmt: skip
+    channel: Array, op: Array, done: Array, nbytes: Array, count: Array, out_bytes: Array,
+    out_count: Array, dtype: Array, tag: Array, cut: Array,
+) -> tuple[Array, ...]:  # fmt: skip
     """The k-th send of a channel with its k-th receive; one slot a message, channels in order.
 
     Where a side lost its start, or lists active operations only (``cut`` bool[channels]), what is
@@ -289,13 +306,36 @@ def pair(
         place int64[2, n] k of each part, -1 set aside; base int64[channels]; then per slot:
         present, finished, has_send, has_recv, sent, taken, n_sent, n_taken, dtypes, tags (differ).
     """
-    n = len(op)
     n_channels = len(cut)
-    n_send = np.zeros(n_channels, np.int64)
-    n_recv = np.zeros(n_channels, np.int64)
-    n_most = np.zeros(n_channels, np.int64)
-    place = np.full((2, n), -1, np.int64)
-    for x in range(n):
+    sends, receives, most = (np.zeros(n_channels, np.int64) for _ in range(3))
+    place = np.full((2, len(op)), -1, np.int64)
+    _places(channel, op, done, cut, sends, receives, most, place)
+    base = np.zeros(n_channels + 1, np.int64)
+    np.cumsum(most, out=base[1:])
+    slots = int(base[-1])
+    present, finished = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+    has_send, has_recv, dtypes, tags = (np.zeros(slots, np.bool_) for _ in range(4))
+    sent, taken, n_sent, n_taken, f_dtype, f_tag = (
+        np.full(slots, -1, np.int64) for _ in range(6)
+    )  # fmt: skip
+    _messages(
+        channel, op, done, nbytes, count, out_bytes, out_count, dtype, tag, place, base,
+        present, finished, has_send, has_recv, sent, taken, n_sent, n_taken, f_dtype, f_tag,
+        dtypes, tags,
+    )  # fmt: skip
+    return (
+        place, base, present, finished, has_send, has_recv, sent, taken, n_sent, n_taken,
+        dtypes, tags,
+    )  # fmt: skip
+
+
+@kernel
+def _places(
+    channel: Int32Rows, op: Int32s, done: Bools, cut: Bools, n_send: Int64s, n_recv: Int64s,
+    n_most: Int64s, place: Int64Rows,
+) -> None:  # fmt: skip
+    """Numbers the parts within their channels: ``place``; ``n_most`` is how many slots it takes."""
+    for x in range(len(op)):
         o = op[x]
         for half in range(2):
             c = channel[half, x]
@@ -311,23 +351,18 @@ def pair(
                 n_recv[c] += 1
                 place[half, x] = n_recv[c]
             n_most[c] = max(n_most[c], place[half, x])
-    base = np.zeros(n_channels + 1, np.int64)
-    for c in range(n_channels):
-        base[c + 1] = base[c] + n_most[c]
-    slots = base[n_channels]
-    present = np.zeros(slots, np.int32)
-    finished = np.zeros(slots, np.int32)
-    has_send = np.zeros(slots, np.bool_)
-    has_recv = np.zeros(slots, np.bool_)
-    sent = np.full(slots, -1, np.int64)
-    taken = np.full(slots, -1, np.int64)
-    n_sent = np.full(slots, -1, np.int64)
-    n_taken = np.full(slots, -1, np.int64)
-    f_dtype = np.full(slots, -1, np.int64)
-    f_tag = np.full(slots, -1, np.int64)
-    dtypes = np.zeros(slots, np.bool_)
-    tags = np.zeros(slots, np.bool_)
-    for x in range(n):
+
+
+@kernel
+def _messages(
+    channel: Int32Rows, op: Int32s, done: Bools, nbytes: Int64s, count: Int64s, out_bytes: Int64s,
+    out_count: Int64s, dtype: Int32s, tag: Int64s, place: Int64Rows, base: Int64s,
+    present: Int32s, finished: Int32s, has_send: Bools, has_recv: Bools, sent: Int64s,
+    taken: Int64s, n_sent: Int64s, n_taken: Int64s, f_dtype: Int64s, f_tag: Int64s,
+    dtypes: Bools, tags: Bools,
+) -> None:  # fmt: skip
+    """Folds the parts into their slots, ``base`` of the channel plus ``place``."""
+    for x in range(len(op)):
         o = op[x]
         if o == _PROBE:
             continue
@@ -356,7 +391,3 @@ def pair(
                     f_tag[v] = tag[x]
                 elif f_tag[v] != tag[x]:
                     tags[v] = True
-    return (
-        place, base, present, finished, has_send, has_recv, sent, taken, n_sent, n_taken,
-        dtypes, tags,
-    )  # fmt: skip

@@ -63,8 +63,8 @@ def plan_collectives(p: Prepared) -> tuple[pl.DataFrame, pl.DataFrame]:
     coll = coll.with_columns(alone=(pl.col("size") == 1) | pl.col("empty") | pl.col("k").is_null())
     real = np.flatnonzero(~coll["alone"].to_numpy())
     repeated = np.zeros(coll.height, np.int64)
-    repeated[real] = repeats_along(*(coll[c].gather(real).to_numpy() for c in ("r", "comm", "k")),
-                                   p.comms.height)  # fmt: skip
+    rank, comm, k = (coll[c].gather(real).to_numpy() for c in ("r", "comm", "k"))
+    repeated[real] = repeats_along(rank, comm, k, p.comms.height)
     copies = int(repeated.max(initial=0)) + 1
     width = about["high"].fill_null(0) - about["low"].fill_null(0) + 1
     total = sum(width.to_list()) * copies

@@ -395,6 +395,8 @@ def run(
     scratch = replay_kernel.scratch(
         n, len(lay.lane_first), len(lay.queue_first), len(lay.unit_first), len(k["node_kind"])
     )
+    # how far each mailbox is behind us
+    take_at, send_at = k["take_start"][:-1].copy(), k["send_start"][:-1].copy()
 
     def work(part: Array) -> None:
         replay_kernel.run(
@@ -408,7 +410,8 @@ def run(
             k["take_start"], k["take_event"], k["send_start"], k["send_event"], p.rank_of,
             k["peer"], k["tag"], k["recv_peer"], k["recv_tag"],
             scenario.early_release, scenario.atomic_batch, scenario.wild_high,
-            issued, started, completed, lane_at, queue_at, partner, *scratch,
+            issued, started, completed, lane_at, queue_at, partner, *scratch, take_at, send_at,
+            *replay_kernel.stacks(part, p.job_event, job_lane, job_queue),
         )  # fmt: skip
 
     chosen = np.arange(n_jobs, dtype=np.int32) if jobs is None else jobs.astype(np.int32)

@@ -10,7 +10,20 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
+
+from dl2gpu.analysis.arrays import Array, plain
+from dl2gpu.engine.native import (
+    BoolRows,
+    Bools,
+    Int8s,
+    Int32Rows,
+    Int32s,
+    Int64s,
+    UInt8s,
+    UInt32s,
+    helper,
+    kernel,
+)
 
 SYNCHRONISING: Final = 0
 ROOT_SENDS: Final = 1
@@ -23,18 +36,16 @@ SEND: Final = 3
 RECV: Final = 4
 PROBE: Final = 5
 
-_JIT: Any = njit(cache=True, nogil=True)
 
-
-@_JIT
 def index_program(
-    r: Any, lane: Any, stream: Any, group: Any, order: Any, n_lanes: Any, n_strings: Any
-) -> Any:
+    r: Array, lane: Array, stream: Array, group: Array, order: Array, n_lanes: int, n_strings: int
+) -> tuple[Array, ...]:
     """Lanes, queues and batches of events sorted by (rank row, position).
 
     Args:
-        r: int64[n] rank row. lane: int64[n] dense lane numbers below n_lanes.
-        stream: int[n] string code, -1 for host operations. group: int64[n], -1 for none, or empty.
+        r: uint32[n] rank row. lane: int[n] dense lane numbers below n_lanes.
+        stream: int32[n] string code, -1 for host operations.
+        group: int64[n], -1 for none, or empty.
         order: int64[n] order in which queues are filled (a permutation that keeps ranks together);
             empty: as the rows come.
 
@@ -43,16 +54,42 @@ def index_program(
         queue_name, unit_of, unit_first, unit_size. ``unit_of`` is -1 outside batches.
     """
     n = len(r)
-    lane_of = np.empty(n, np.int32)
-    lane_next = np.full(n, -1, np.int32)
-    lane_prev = np.full(n, -1, np.int32)
-    lane_first = np.empty(n, np.int32)
-    lane_rank = np.empty(n, np.int32)
-    stamp = np.full(n_lanes, -1, np.int64)
-    number = np.zeros(n_lanes, np.int32)
-    last = np.zeros(n_lanes, np.int32)
+
+    def column(fill: int | None = None) -> Array:
+        return np.empty(n, np.int32) if fill is None else np.full(n, fill, np.int32)
+
+    def scratch_for(many: int) -> tuple[Array, Array, Array]:
+        return np.full(many, -1, np.int64), np.zeros(many, np.int32), np.zeros(many, np.int32)
+
+    lane_of, lane_next, lane_prev = column(), column(-1), column(-1)
+    lane_first, lane_rank = column(), column()
+    lanes = _index_lanes(
+        r, lane.astype(np.int32, copy=False), *scratch_for(n_lanes),
+        lane_of, lane_next, lane_prev, lane_first, lane_rank,
+    )  # fmt: skip
+    queue_of, queue_next = column(-1), column(-1)
+    queue_first, queue_rank, queue_name = column(), column(), column()
+    queues = _index_queues(
+        r, stream, order, *scratch_for(n_strings),
+        queue_of, queue_next, queue_first, queue_rank, queue_name,
+    )  # fmt: skip
+    unit_of, unit_first, unit_size = column(-1), column(), column(0)
+    units = _index_units(group, lane_prev, unit_of, unit_first, unit_size)
+    return (
+        lane_of, lane_next, lane_first[:lanes].copy(), lane_rank[:lanes].copy(),
+        queue_of, queue_next, queue_first[:queues].copy(), queue_rank[:queues].copy(),
+        queue_name[:queues].copy(), unit_of, unit_first[:units].copy(), unit_size[:units].copy(),
+    )  # fmt: skip
+
+
+@kernel
+def _index_lanes(
+    r: UInt32s, lane: Int32s, stamp: Int64s, number: Int32s, last: Int32s,
+    lane_of: Int32s, lane_next: Int32s, lane_prev: Int32s, lane_first: Int32s, lane_rank: Int32s,
+) -> int:  # fmt: skip
+    """Returns the number of lanes. ``stamp``, ``number`` and ``last`` are scratch."""
     lanes = 0
-    for e in range(n):
+    for e in range(len(r)):
         v = lane[e]
         if stamp[v] != r[e]:
             stamp[v] = r[e]
@@ -65,17 +102,18 @@ def index_program(
             lane_prev[e] = last[v]
         last[v] = e
         lane_of[e] = number[v]
+    return lanes
 
-    queue_of = np.full(n, -1, np.int32)
-    queue_next = np.full(n, -1, np.int32)
-    queue_first = np.empty(n, np.int32)
-    queue_rank = np.empty(n, np.int32)
-    queue_name = np.empty(n, np.int32)
-    stamp = np.full(n_strings, -1, np.int64)
-    number = np.zeros(n_strings, np.int32)
-    last = np.zeros(n_strings, np.int32)
+
+@kernel
+def _index_queues(
+    r: UInt32s, stream: Int32s, order: Int64s, stamp: Int64s, number: Int32s, last: Int32s,
+    queue_of: Int32s, queue_next: Int32s, queue_first: Int32s, queue_rank: Int32s,
+    queue_name: Int32s,
+) -> int:  # fmt: skip
+    """Returns the number of queues."""
     queues = 0
-    for x in range(n):
+    for x in range(len(r)):
         e = order[x] if len(order) else x
         v = stream[e]
         if v < 0:
@@ -91,10 +129,14 @@ def index_program(
             queue_next[last[v]] = e
         last[v] = e
         queue_of[e] = number[v]
+    return queues
 
-    unit_of = np.full(n, -1, np.int32)
-    unit_first = np.empty(n, np.int32)
-    unit_size = np.zeros(n, np.int32)
+
+@kernel
+def _index_units(
+    group: Int64s, lane_prev: Int32s, unit_of: Int32s, unit_first: Int32s, unit_size: Int32s
+) -> int:
+    """Returns the number of batches."""
     units = 0
     for e in range(len(group)):
         before = lane_prev[e]
@@ -107,15 +149,11 @@ def index_program(
             units += 1
         unit_of[e] = unit_of[before]
         unit_size[unit_of[e]] += 1
-    return (
-        lane_of, lane_next, lane_first[:lanes].copy(), lane_rank[:lanes].copy(),
-        queue_of, queue_next, queue_first[:queues].copy(), queue_rank[:queues].copy(),
-        queue_name[:queues].copy(), unit_of, unit_first[:units].copy(), unit_size[:units].copy(),
-    )  # fmt: skip
+    return units
 
 
-@_JIT
-def in_order(job: Any, rank: Any, seq: Any, lane: Any) -> Any:
+@kernel
+def in_order(job: Int32s, rank: Int32s, seq: Int64s, lane: Int32s) -> bool:
     """Are the rows strictly increasing by (job, rank, seq, lane)?"""
     for x in range(1, len(job)):
         if job[x] != job[x - 1]:
@@ -131,16 +169,22 @@ def in_order(job: Any, rank: Any, seq: Any, lane: Any) -> Any:
     return True
 
 
-@_JIT
-def passed_by_host(r: Any, lane: Any, prefix: Any, blocks: Any, everything: Any) -> Any:
+def passed_by_host(r: Array, lane: Array, prefix: Array, blocks: Array, everything: Array) -> Array:
     """bool[n]: events shown complete because their host went on; see ``tables``.
 
     ``prefix`` bool[ranks], ``blocks`` bool[n] host operations that block (waits too),
     ``everything`` bool[n] host waits for all that was issued. Rows are sorted by rank.
     """
-    n = len(r)
-    out = np.zeros(n, np.bool_)
-    hi = n
+    out = np.zeros(len(r), np.bool_)
+    _passed_by_host(r, lane, prefix, blocks, everything, out)
+    return out
+
+
+@kernel
+def _passed_by_host(
+    r: UInt32s, lane: Int32s, prefix: Bools, blocks: Bools, everything: Bools, out: Bools
+) -> None:
+    hi = len(r)
     while hi > 0:
         lo = hi - 1
         while lo > 0 and r[lo - 1] == r[hi - 1]:
@@ -159,18 +203,23 @@ def passed_by_host(r: Any, lane: Any, prefix: Any, blocks: Any, everything: Any)
                     if everything[x] and not last:
                         behind = True
         hi = lo
-    return out
 
 
-@_JIT
-def count_along(r: Any, comm: Any, counts: Any, n_comms: Any) -> Any:
+def count_along(r: Array, comm: Array, counts: Array, n_comms: int) -> Array:
     """int64[n]: how many counted events of the same rank and communicator lie up to here, from 1.
 
     Rows are in program order, ranks together. 0 where an event is not counted.
     """
     out = np.zeros(len(r), np.int64)
-    owner = np.full(n_comms, -1, np.int64)
-    seen = np.zeros(n_comms, np.int64)
+    owner, seen = np.full(n_comms, -1, np.int64), np.zeros(n_comms, np.int64)
+    _count_along(plain(r), plain(comm), plain(counts), owner, seen, out)
+    return out
+
+
+@kernel
+def _count_along(
+    r: UInt32s, comm: Int32s, counts: Bools, owner: Int64s, seen: Int64s, out: Int64s
+) -> None:
     for x in range(len(r)):
         if not counts[x]:
             continue
@@ -180,16 +229,21 @@ def count_along(r: Any, comm: Any, counts: Any, n_comms: Any) -> Any:
             seen[c] = 0
         seen[c] += 1
         out[x] = seen[c]
-    return out
 
 
-@_JIT
-def repeats_along(r: Any, comm: Any, k: Any, n_comms: Any) -> Any:
+def repeats_along(r: Array, comm: Array, k: Array, n_comms: int) -> Array:
     """int64[n]: how often the rank has just used the same number on the communicator before."""
     out = np.zeros(len(r), np.int64)
     owner = np.full(n_comms, -1, np.int64)
-    last = np.zeros(n_comms, np.int64)
-    times = np.zeros(n_comms, np.int64)
+    last, times = np.zeros(n_comms, np.int64), np.zeros(n_comms, np.int64)
+    _repeats_along(plain(r), plain(comm), plain(k), owner, last, times, out)
+    return out
+
+
+@kernel
+def _repeats_along(
+    r: UInt32s, comm: Int32s, k: Int64s, owner: Int64s, last: Int64s, times: Int64s, out: Int64s
+) -> None:
     for x in range(len(r)):
         c = comm[x]
         if k[x] >= 0 and owner[c] == r[x] and last[c] == k[x]:
@@ -199,40 +253,56 @@ def repeats_along(r: Any, comm: Any, k: Any, n_comms: Any) -> Any:
             last[c] = k[x]
             times[c] = 0
         out[x] = times[c]
-    return out
 
 
-@_JIT
-def bucket(key: Any, n_keys: Any) -> Any:
+def bucket(key: Array, n_keys: int) -> tuple[Array, Array]:
     """Counting sort: (start int32[n_keys+1], item int32[...]) of the positions with key >= 0."""
     start = np.zeros(n_keys + 1, np.int32)
+    _count_keys(key, start)
+    item = np.empty(start[-1], np.int32)
+    _fill_buckets(key, start[:-1].copy(), item)
+    return start, item
+
+
+@kernel
+def _count_keys(key: Int64s, start: Int32s) -> None:
     for x in range(len(key)):
         if key[x] >= 0:
             start[key[x] + 1] += 1
-    for k in range(n_keys):
+    for k in range(len(start) - 1):
         start[k + 1] += start[k]
-    fill = start[:-1].copy()
-    item = np.empty(start[n_keys], np.int32)
+
+
+@kernel
+def _fill_buckets(key: Int64s, fill: Int32s, item: Int32s) -> None:
     for x in range(len(key)):
         if key[x] >= 0:
             item[fill[key[x]]] = x
             fill[key[x]] += 1
-    return start, item
 
 
-@_JIT
-def parts_of(node1: Any, node2: Any, alone: Any, n_nodes: Any) -> Any:
+def parts_of(node1: Array, node2: Array, alone: Array, n_nodes: int) -> tuple[Array, Array]:
     """(start int32[nodes+1], part int32[...]): parts of each node as 2 * event + half, in order."""
     start = np.zeros(n_nodes + 1, np.int32)
+    _count_parts(node1, node2, alone, start)
+    part = np.empty(start[-1], np.int32)
+    _fill_parts(node1, node2, alone, start[:-1].copy(), part)
+    return start, part
+
+
+@kernel
+def _count_parts(node1: Int32s, node2: Int32s, alone: Bools, start: Int32s) -> None:
     for e in range(len(node1)):
         if node1[e] >= 0 and not alone[e]:
             start[node1[e] + 1] += 1
         if node2[e] >= 0:
             start[node2[e] + 1] += 1
-    for v in range(n_nodes):
+    for v in range(len(start) - 1):
         start[v + 1] += start[v]
-    fill = start[:-1].copy()
-    part = np.empty(start[n_nodes], np.int32)
+
+
+@kernel
+def _fill_parts(node1: Int32s, node2: Int32s, alone: Bools, fill: Int32s, part: Int32s) -> None:
     for e in range(len(node1)):
         if node1[e] >= 0 and not alone[e]:
             part[fill[node1[e]]] = 2 * e
@@ -240,7 +310,6 @@ def parts_of(node1: Any, node2: Any, alone: Any, n_nodes: Any) -> Any:
         if node2[e] >= 0:
             part[fill[node2[e]]] = 2 * e + 1
             fill[node2[e]] += 1
-    return start, part
 
 
 def scratch(n: int, lanes: int, queues: int, units: int, nodes: int) -> tuple[Any, ...]:
@@ -258,7 +327,7 @@ def scratch(n: int, lanes: int, queues: int, units: int, nodes: int) -> tuple[An
     )
 
 
-@njit(inline="always")
+@helper(forceinline=True)
 def _satisfy(sats: Any, n: Any, satisfied: Any, part: Any) -> Any:
     """Puts a part on the stack of satisfied parts, once. ``part``: 4 event + 2 layer + half."""
     e = part >> 2
@@ -270,22 +339,40 @@ def _satisfy(sats: Any, n: Any, satisfied: Any, part: Any) -> Any:
     return n + 1
 
 
-@_JIT
+def stacks(
+    jobs: Array, job_event: Array, job_lane: Array, job_queue: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Stacks of :func:`run`, large enough for any of the jobs; each thread has its own."""
+    events = int((job_event[jobs + 1] - job_event[jobs]).max(initial=0))
+    lanes, queues = (place[jobs + 1] - place[jobs] for place in (job_lane, job_queue))
+    agents = int((lanes + queues).max(initial=0))
+    return (
+        np.empty(3 * events + 3, np.int64),  # starts, as 2 * event + layer: 2 layers, 1 to start
+        np.empty(4 * events + 4, np.int64),  # sats: each part is put there once in each layer
+        np.empty(events + 1, np.int32),  # comps
+        np.empty(agents + 1, np.int32),  # agents
+    )
+
+
+@kernel
 def run(
-    jobs: Any, job_event: Any, job_lane: Any, job_queue: Any, job_box: Any,
-    lane_of: Any, lane_next: Any, lane_first: Any,
-    queue_of: Any, queue_next: Any, queue_first: Any,
-    unit_of: Any, unit_first: Any, unit_size: Any,
-    host_blocks: Any, wait_kind: Any, wait_left: Any, dep_start: Any, dep_wait: Any,
-    node1: Any, node2: Any, role: Any, eager: Any, alone: Any, done: Any,
-    node_start: Any, node_part: Any, node_kind: Any, node_need: Any, node_blocks: Any,
-    take_start: Any, take_event: Any, send_start: Any, send_event: Any, rank_of: Any,
-    peer: Any, tag: Any, recv_peer: Any, recv_tag: Any,
-    early: Any, atomic: Any, wild_high: Any,
-    issued: Any, started: Any, completed: Any, lane_at: Any, queue_at: Any, partner: Any,
-    waiting: Any, ready: Any, parts_left: Any, satisfied: Any, units: Any, arrived: Any,
-    root_in: Any, outstanding: Any, forced: Any,
-) -> Any:  # fmt: skip
+    jobs: Int32s, job_event: Int32s, job_lane: Int32s, job_queue: Int32s, job_box: Int32s,
+    lane_of: Int32s, lane_next: Int32s, lane_first: Int32s,
+    queue_of: Int32s, queue_next: Int32s, queue_first: Int32s,
+    unit_of: Int32s, unit_first: Int32s, unit_size: Int32s,
+    host_blocks: Bools, wait_kind: UInt8s, wait_left: Int32s, dep_start: Int32s, dep_wait: Int32s,
+    node1: Int32s, node2: Int32s, role: Int8s, eager: Bools, alone: Bools, done: Bools,
+    node_start: Int32s, node_part: Int32s, node_kind: Int8s, node_need: Int32s, node_blocks: Bools,
+    take_start: Int32s, take_event: Int32s, send_start: Int32s, send_event: Int32s,
+    rank_of: Int32s, peer: Int32s, tag: Int64s, recv_peer: Int32s, recv_tag: Int64s,
+    early: bool, atomic: bool, wild_high: bool,
+    issued: Bools, started: Bools, completed: Bools, lane_at: Int32s, queue_at: Int32s,
+    partner: Int32s,
+    waiting: Bools, ready: Bools, parts_left: Int8s, satisfied: UInt8s, units: Int32Rows,
+    arrived: Int32Rows, root_in: BoolRows, outstanding: Int32s, forced: Int32s,
+    take_at: Int32s, send_at: Int32s,
+    starts: Int64s, sats: Int64s, comps: Int32s, agents: Int32s,
+) -> None:  # fmt: skip
     """Runs the given jobs to their least fixpoint; writes ``issued`` to ``partner``.
 
     ``jobs`` int32[..] numbers of jobs; ``job_*`` offsets of each job's events, lanes, queues and
@@ -299,18 +386,7 @@ def run(
     member of a batch shows itself there only when each part of its batch would be satisfied by
     partners that have started; layer 0 finds that out, and exists for that reading only.
     """
-    widest = 0
-    for j in jobs:
-        widest = max(widest, job_event[j + 1] - job_event[j])
     n_lanes = len(lane_first)
-    take_at, send_at = take_start[:-1].copy(), send_start[:-1].copy()
-    starts = np.empty(3 * widest + 3, np.int64)  # 2 * event + layer; 2 layers, and once to start
-    sats = np.empty(4 * widest + 4, np.int64)  # each part is put there once in each layer
-    comps = np.empty(widest + 1, np.int32)
-    most = 0
-    for j in jobs:
-        most = max(most, job_lane[j + 1] - job_lane[j] + job_queue[j + 1] - job_queue[j])
-    agents = np.empty(most + 1, np.int32)
     unit_ready, unit_left, unit_total, unit_met = units[0], units[1], units[2], units[3]
 
     for j in jobs:
@@ -643,4 +719,3 @@ def run(
                 early_mail = False
                 if not met:
                     break
-    return 0

@@ -54,7 +54,7 @@ def read_private(file: Path) -> bytes | None:
     """
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
-        with open(handle, "rb") as stream:
+        with os.fdopen(handle, "rb") as stream:
             found = os.fstat(handle)
             if stat.S_ISREG(found.st_mode) and _only_mine(found):
                 return stream.read()
@@ -70,9 +70,9 @@ def write_private(file: Path, data: bytes) -> None:
     except OSError:
         return
     try:
-        with open(handle, "wb") as stream:
+        with os.fdopen(handle, "wb") as stream:
             stream.write(data)
-        os.replace(name, file)
+        Path(name).replace(file)
     except OSError:
         Path(name).unlink(missing_ok=True)
 

@@ -1,10 +1,10 @@
-"""Kernels: loops over arrays that run as machine code, without loading Numba where it can be helped.
+"""Kernels: loops over arrays that run as machine code, without loading Numba where possible.
 
 Numba compiles a kernel once; its object code is kept (:func:`compiled.kernel_folder`) and later
 runs hand it to LLVM's linker, which takes a fraction of a millisecond, where importing Numba takes
-most of the time of a short scan. Wherever that does not work out, the kernel is an ordinary Numba
+most of the time of a short scan. Where that does not work out, the kernel is an ordinary Numba
 function instead: so it is with ``DL2GPU_KERNELS=numba``, and with Numba's own switches for
-debugging.
+debugging (``DL2GPU_KERNELS=native`` makes it an error).
 
 A kernel is a plain function whose annotations are the names below; it allocates nothing, and calls
 other functions only if they are marked with :func:`helper`::
@@ -96,7 +96,9 @@ _lock = threading.RLock()
 class Helper:
     """A function that kernels call. ``build`` makes of it what Numba can compile, when asked."""
 
-    def __init__(self, build: Callable[[], Any], function: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, build: Callable[[], Any], function: Callable[..., Any] | None = None
+    ) -> None:
         self._build = build
         self._built: Any = None
         self._function = function
@@ -169,7 +171,8 @@ class Kernel:
 
     def _native(self) -> Callable[..., Any] | None:
         """The kernel from object code; None where this machine cannot have it so."""
-        if os.environ.get("DL2GPU_KERNELS") == "numba" or any(s in os.environ for s in _SWITCHES):
+        wish = os.environ.get("DL2GPU_KERNELS")
+        if wish == "numba" or any(name in os.environ for name in _SWITCHES) or not _as_expected():
             return None
         try:
             file = f"{self.name}-{_key()}.o"
@@ -180,7 +183,9 @@ class Kernel:
                 data = _packed(*object_code(self))
                 write_private(kernel_folder() / file, data)
                 address = _linked(data)
-        except Exception:  # noqa: BLE001 - whatever is amiss here, there is the other way
+        except Exception:  # whatever is amiss here, there is the other way
+            if wish == "native":
+                raise
             return None
         return None if address is None else _caller(self, address)
 
@@ -255,54 +260,83 @@ def _linked(data: bytes) -> int | None:
 
 
 _Entry: Final = ctypes.CFUNCTYPE(
-    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-)  # result, exception, block of arguments: the status, as Numba's functions return it
-_Memory: Final = ctypes.c_char * 0
-_OK: Final = (0, -2)  # returned a value, returned None
+    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+)  # result, exception, arguments, types of the arrays: the status, as Numba's functions return it
+_OK: Final = 0
+NOT_MINE: Final = -(1 << 63)
+"""Result where an array is not what the kernel takes."""
+
+# Where the fields of an array lie. NumPy's extension modules have them built in as well.
+HEAD: Final = object.__basicsize__
+DATA, NDIM, DIMENSIONS, DTYPE, FLAGS = (HEAD + offset for offset in (0, 8, 16, 40, 48))
+CONSTANT, WRITABLE = 0x101, 0x501  # C-contiguous and aligned; also writable
+
+
+@functools.cache
+def _as_expected() -> bool:
+    """Do the fields of an array lie there?"""
+    array = np.arange(6, dtype=np.int32).reshape(2, 3)
+    at = id(array)
+    pointer, number = ctypes.c_size_t.from_address, ctypes.c_int.from_address
+    dimensions = pointer(at + DIMENSIONS).value
+    return (
+        pointer(at + HEAD - ctypes.sizeof(ctypes.c_size_t)).value == id(np.ndarray)
+        and pointer(at + DATA).value == array.ctypes.data
+        and number(at + NDIM).value == 2
+        and dimensions != 0
+        and (ctypes.c_ssize_t * 2).from_address(dimensions)[:] == [2, 3]
+        and pointer(at + DTYPE).value == id(array.dtype)
+        and number(at + FLAGS).value & WRITABLE == WRITABLE
+    )
 
 
 def _caller(what: Kernel, address: int) -> Callable[..., Any]:
-    """The function at ``address``. Its arguments lie in a block of 64-bit words.
-
-    A number is one word; an array is the address of its memory and its shape.
-    """
+    """The function at ``address``. It takes a block of words: arrays by identity, then numbers."""
     entry = _Entry(address)
     parameters = what.parameters
     many = len(parameters)
-    block_of = ctypes.c_int64 * sum(1 + p.ndim for p in parameters)
-    convert = {"int": int, "bool": bool, "None": lambda value: None}[what.result]
+    arrays = [i for i, p in enumerate(parameters) if p.dtype is not None]
+    numbers = [i for i, p in enumerate(parameters) if p.dtype is None]
+    block_of = ctypes.c_int64 * many
+    known = (ctypes.c_int64 * (1 + len(arrays)))(
+        id(np.ndarray), *(id(parameters[i].dtype) for i in arrays)
+    )
+    logical = what.result == "bool"
 
     def call(*args: Any) -> Any:
         if len(args) != many:
             raise TypeError(f"{what.name}: expected {many} arguments, found {len(args)}")
-        words: list[int] = []
-        for i, (value, (dtype, ndim, constant)) in enumerate(zip(args, parameters, strict=True)):
-            if dtype is None:
-                words.append(int(value))
-                continue
-            if type(value) is not np.ndarray or value.dtype != dtype or value.ndim != ndim:
-                _complain(what, i, value)
-            if value.flags.carray:
-                words.append(ctypes.addressof(_Memory.from_buffer(value)))
-            elif constant and value.flags.c_contiguous:
-                words.append(value.ctypes.data)
-            else:
-                _complain(what, i, value)
-            words += value.shape
+        block = block_of(*[id(args[i]) for i in arrays], *[int(args[i]) for i in numbers])
         result, fault = ctypes.c_int64(), ctypes.c_void_p()
-        status = entry(ctypes.byref(result), ctypes.byref(fault), block_of(*words))
-        if status not in _OK:
+        status = entry(ctypes.byref(result), ctypes.byref(fault), block, known)
+        if status != _OK:
             raise ArithmeticError(f"{what.name}: a kernel failed (status {status})")
-        return convert(result.value)
+        if result.value == NOT_MINE:
+            return call(*_conformed(what, args))
+        return bool(result.value) if logical else result.value
 
     return call
 
 
-def _complain(what: Kernel, i: int, value: Any) -> None:
-    name = what.function.__code__.co_varnames[i]
-    found = type(value).__name__
-    if isinstance(value, np.ndarray):
-        order = "" if value.flags.c_contiguous else "strided "
-        order += "" if value.flags.writeable else "read-only "
-        found = f"{order}{value.dtype}[{value.ndim}-d]"
-    raise TypeError(f"{what.name}: {name}: expected {what.parameters[i]}, found {found}")
+def _conformed(what: Kernel, args: tuple[Any, ...]) -> list[Any]:
+    """The arguments with NumPy's own data types; TypeError where one is something else."""
+    out = []
+    for i, (value, (dtype, ndim, constant)) in enumerate(zip(args, what.parameters, strict=True)):
+        if dtype is None:
+            out.append(value)
+            continue
+        array = isinstance(value, np.ndarray)
+        flags = value.flags.num if array else 0
+        if (
+            not array
+            or value.dtype != dtype
+            or value.ndim != ndim
+            or flags & (CONSTANT if constant else WRITABLE) != (CONSTANT if constant else WRITABLE)
+        ):
+            name = what.function.__code__.co_varnames[i]
+            found = type(value).__name__
+            if array:
+                found = f"{value.dtype}[{value.ndim}-d] with flags {flags:#x}"
+            raise TypeError(f"{what.name}: {name}: expected {what.parameters[i]}, found {found}")
+        out.append(np.ndarray(value.shape, dtype, value))
+    return out

@@ -15,7 +15,20 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
-from dl2gpu.engine.native import Helper, Kernel, stamp
+from dl2gpu.engine.native import (
+    CONSTANT,
+    DATA,
+    DIMENSIONS,
+    DTYPE,
+    FLAGS,
+    HEAD,
+    NDIM,
+    NOT_MINE,
+    WRITABLE,
+    Helper,
+    Kernel,
+    stamp,
+)
 
 __all__ = ["dispatcher", "jitted", "object_code"]
 
@@ -39,20 +52,28 @@ def dispatcher(what: Kernel) -> Any:
 
 
 def object_code(what: Kernel) -> tuple[str, bytes]:
-    """Object code whose one entry (its symbol is given, too) takes a block of arguments."""
+    """Object code whose one entry (its symbol is given, too) takes a block of arguments.
+
+    The entry's arguments are the addresses of two blocks of 64-bit words: the arrays (as objects),
+    then the numbers; what the types of arrays and of their elements must be.
+    """
     inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(
         _with_helpers(what.function)
     )
-    unpacked = _unpacked(_types(what))
+    fits, unpacked = _checked(what), _unpacked(_types(what))
     if what.result == "None":
 
-        def entry(block):  # type: ignore[no-untyped-def]
+        def entry(block, known):  # type: ignore[no-untyped-def]
+            if not fits(block, known):
+                return NOT_MINE
             inner(*unpacked(block))
-            return np.int64(0)
+            return 0
 
     else:
 
-        def entry(block):  # type: ignore[no-untyped-def]
+        def entry(block, known):  # type: ignore[no-untyped-def]
+            if not fits(block, known):
+                return NOT_MINE
             return np.int64(inner(*unpacked(block)))
 
     flags = compiler.Flags()
@@ -63,7 +84,13 @@ def object_code(what: Kernel) -> tuple[str, bytes]:
     flags.no_cfunc_wrapper = True
     context = cpu_target.target_context
     made = compiler.compile_extra(
-        cpu_target.typing_context, context, entry, (types.voidptr,), types.int64, flags, {}
+        cpu_target.typing_context,
+        context,
+        entry,
+        (types.voidptr, types.voidptr),
+        types.int64,
+        flags,
+        {},
     )
     module = made.library._final_module
     outside = [f.name for f in module.functions if f.is_declaration]
@@ -85,32 +112,53 @@ def _types(what: Kernel) -> tuple[Any, ...]:
     return tuple(out)
 
 
+def _checked(what: Kernel) -> Any:
+    """Are the arrays of a block arrays, of the right type, order and number of dimensions?"""
+
+    @intrinsic
+    def fits(_typing: Any, block: Any, known: Any) -> Any:
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            wanted = [_load(builder, args[1], 8 * i, 64) for i in range(len(args_of) + 1)]
+            good = ir.IntType(1)(1)
+            for i, p in enumerate(args_of):
+                array = builder.inttoptr(_load(builder, args[0], 8 * i, 64), _BYTES)
+                need = ir.IntType(32)(CONSTANT if p.constant else WRITABLE)
+                flags = builder.and_(_load(builder, array, FLAGS, 32), need)
+                for found, expected in (
+                    (_load(builder, array, HEAD - 8, 64), wanted[0]),
+                    (_load(builder, array, DTYPE, 64), wanted[i + 1]),
+                    (_load(builder, array, NDIM, 32), ir.IntType(32)(p.ndim)),
+                    (flags, need),
+                ):
+                    good = builder.and_(good, builder.icmp_signed("==", found, expected))
+            return good
+
+        return types.boolean(block, known), codegen
+
+    args_of = [p for p in what.parameters if p.dtype is not None]
+    return fits
+
+
 def _unpacked(parameters: tuple[Any, ...]) -> Any:
-    """Makes the arguments out of a block: a number is one word, an array its address and shape."""
+    """Makes the arguments out of a block."""
 
     @intrinsic
     def unpack(_typing: Any, block: Any) -> Any:
         given = types.Tuple(parameters)
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            word_type = ir.IntType(64)
-            words = builder.bitcast(args[0], word_type.as_pointer())
-            used = 0
-
-            def word() -> Any:
-                nonlocal used
-                place = builder.gep(words, [ir.Constant(ir.IntType(32), used)])
-                used += 1
-                return builder.load(place)
-
+            arrays = [p for p in parameters if isinstance(p, types.Array)]
+            places = iter(range(len(arrays))), iter(range(len(arrays), len(parameters)))
             values = []
             for p in parameters:
-                if p == types.boolean:
-                    values.append(builder.icmp_signed("!=", word(), word_type(0)))
-                elif p == types.int64:
-                    values.append(word())
+                is_array = isinstance(p, types.Array)
+                word = _load(builder, args[0], 8 * next(places[0 if is_array else 1]), 64)
+                if is_array:
+                    values.append(_array(context, builder, p, builder.inttoptr(word, _BYTES)))
+                elif p == types.boolean:
+                    values.append(builder.icmp_signed("!=", word, word.type(0)))
                 else:
-                    values.append(_array(context, builder, p, word))
+                    values.append(word)
             return context.make_tuple(builder, given, values)
 
         return given(block), codegen
@@ -118,18 +166,28 @@ def _unpacked(parameters: tuple[Any, ...]) -> Any:
     return unpack
 
 
-def _array(context: Any, builder: Any, kind: Any, word: Callable[[], Any]) -> Any:
-    """An array over memory of somebody else's, from its address and shape."""
-    array = context.make_array(kind)(context, builder)
-    data = builder.inttoptr(word(), array.data.type)
-    shape = [word() for _ in range(kind.ndim)]
+_BYTES: Final = ir.IntType(8).as_pointer()
+
+
+def _load(builder: Any, base: Any, offset: int, bits: int) -> Any:
+    """An integer at so many bytes behind a place in memory."""
+    place = builder.gep(base, [ir.IntType(64)(offset)])
+    return builder.load(builder.bitcast(place, ir.IntType(bits).as_pointer()))
+
+
+def _array(context: Any, builder: Any, kind: Any, array: Any) -> Any:
+    """Numba's form of a C-contiguous NumPy array. Its memory stays the caller's."""
+    made = context.make_array(kind)(context, builder)
+    data = builder.inttoptr(_load(builder, array, DATA, 64), made.data.type)
+    extents = builder.inttoptr(_load(builder, array, DIMENSIONS, 64), _BYTES)
+    shape = [_load(builder, extents, 8 * i, 64) for i in range(kind.ndim)]
     element = context.get_abi_sizeof(context.get_data_type(kind.dtype))
     size = context.get_constant(types.intp, element)
     strides = [size]
     for extent in reversed(shape[1:]):
         strides.insert(0, builder.mul(strides[0], extent))
-    populate_array(array, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
-    return array._getvalue()
+    populate_array(made, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
+    return made._getvalue()
 
 
 def _with_helpers(function: Callable[..., Any]) -> Any:
