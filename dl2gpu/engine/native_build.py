@@ -11,6 +11,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import compiler
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
@@ -34,11 +35,13 @@ __all__ = ["dispatcher", "jitted", "object_code"]
 
 _OPTIONS: Final = {"nogil": True, "_nrt": False}
 """No reference counts: each call that passes an array would pay two atomic operations for it."""
+_INSIDE: Final = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""For what nobody calls from Python."""
 
 
 def jitted(function: Callable[..., Any], **options: Any) -> Any:
-    """A function compiled by Numba when it is called; the helpers it names are, too."""
-    return njit(**_OPTIONS, **options)(_with_helpers(function))
+    """A function for kernels to call; the helpers it names are compiled, too."""
+    return njit(**_INSIDE, **options)(_with_helpers(function))
 
 
 def dispatcher(what: Kernel) -> Any:
@@ -57,9 +60,7 @@ def object_code(what: Kernel) -> tuple[str, bytes]:
     The entry's arguments are the addresses of two blocks of 64-bit words: the arrays (as objects),
     then the numbers; what the types of arrays and of their elements must be.
     """
-    inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(
-        _with_helpers(what.function)
-    )
+    inner = jitted(what.function)
     fits, unpacked = _checked(what), _unpacked(_types(what))
     if what.result == "None":
 
@@ -82,21 +83,19 @@ def object_code(what: Kernel) -> tuple[str, bytes]:
     flags.enable_pyobject = False
     flags.no_cpython_wrapper = True
     flags.no_cfunc_wrapper = True
+    flags.no_compile = True  # to memory, that is: the code goes to a file first
     context = cpu_target.target_context
-    made = compiler.compile_extra(
-        cpu_target.typing_context,
-        context,
-        entry,
-        (types.voidptr, types.voidptr),
-        types.int64,
-        flags,
-        {},
-    )
-    module = made.library._final_module
-    outside = [f.name for f in module.functions if f.is_declaration]
-    if strange := [name for name in outside if not name.startswith(("llvm.", "mem"))]:
-        raise RuntimeError(f"calls into Numba: {', '.join(strange)}")
-    return made.fndesc.llvm_func_name, context.codegen()._tm.emit_object(module)
+    typing = cpu_target.typing_context
+    with global_compiler_lock:
+        made = compiler.compile_extra(
+            typing, context, entry, (types.voidptr, types.voidptr), types.int64, flags, {}
+        )
+        made.library.finalize()
+        module = made.library._final_module
+        outside = [f.name for f in module.functions if f.is_declaration]
+        if strange := [name for name in outside if not name.startswith(("llvm.", "mem"))]:
+            raise RuntimeError(f"{what.name} calls into Numba: {', '.join(strange)}")
+        return made.fndesc.llvm_func_name, context.codegen()._tm.emit_object(module)
 
 
 def _types(what: Kernel) -> tuple[Any, ...]:
