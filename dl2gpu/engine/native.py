@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import platform
 import threading
@@ -182,12 +183,13 @@ class Kernel:
 
                 data = _packed(*object_code(self))
                 write_private(kernel_folder() / file, data)
-                address = _linked(data)
+                if (address := _linked(data)) is None:
+                    raise RuntimeError(f"{self.name}: LLVM cannot link its object code")
         except Exception:  # whatever is amiss here, there is the other way
             if wish == "native":
                 raise
             return None
-        return None if address is None else _caller(self, address)
+        return _caller(self, address)
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
@@ -235,12 +237,13 @@ def _linker() -> Any:
     return llvm.create_lljit_compiler()
 
 
+_linked_before = itertools.count()
 _linkage: Final[list[Any]] = []
 """What was linked: it is unmapped when nobody holds it any more."""
 
 
 def _linked(data: bytes) -> int | None:
-    """Address of the function in what :func:`_packed` made; None where the data are damaged."""
+    """Address of the function in what :func:`_packed` made; None where that is not so."""
     import llvmlite.binding as llvm
 
     check, body = int.from_bytes(data[:4], "little"), data[4:]
@@ -248,13 +251,11 @@ def _linked(data: bytes) -> int | None:
         return None
     symbol, _, code = body.partition(b"\n")
     name = symbol.decode()
-    linked = (
-        llvm.JITLibraryBuilder()
-        .add_object_img(code)
-        .add_current_process()
-        .export_symbol(name)
-        .link(_linker(), f"kernel{len(_linkage)}")
-    )
+    library = llvm.JITLibraryBuilder().add_object_img(code).add_current_process()
+    try:
+        linked = library.export_symbol(name).link(_linker(), f"kernel{next(_linked_before)}")
+    except RuntimeError:  # no object code, or a symbol that is not there
+        return None
     _linkage.append(linked)
     return int(linked[name])
 
@@ -301,7 +302,8 @@ def _caller(what: Kernel, address: int) -> Callable[..., Any]:
     known = (ctypes.c_int64 * (1 + len(arrays)))(
         id(np.ndarray), *(id(parameters[i].dtype) for i in arrays)
     )
-    logical = what.result == "bool"
+    convert: dict[str, Callable[[int], Any]] = {"int": int, "bool": bool, "None": _nothing}
+    given = convert[what.result]
 
     def call(*args: Any) -> Any:
         if len(args) != many:
@@ -313,9 +315,13 @@ def _caller(what: Kernel, address: int) -> Callable[..., Any]:
             raise ArithmeticError(f"{what.name}: a kernel failed (status {status})")
         if result.value == NOT_MINE:
             return call(*_conformed(what, args))
-        return bool(result.value) if logical else result.value
+        return given(result.value)
 
     return call
+
+
+def _nothing(_value: int) -> None:
+    return None
 
 
 def _conformed(what: Kernel, args: tuple[Any, ...]) -> list[Any]:
