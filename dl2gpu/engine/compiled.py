@@ -37,12 +37,12 @@ def find_cache() -> None:
 @functools.cache
 def kernel_folder() -> Path:
     """A folder for object code, in which nobody else can write."""
-    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or _cache_home() / "dl2gpu")
     try:
+        folder = Path(os.environ.get("NUMBA_CACHE_DIR") or _cache_home() / "dl2gpu")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if stat.S_ISDIR(folder.lstat().st_mode) and _only_mine(folder.lstat()):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
         pass
     return _private_folder()
 

@@ -281,7 +281,8 @@ def _as_expected() -> bool:
     pointer, number = ctypes.c_size_t.from_address, ctypes.c_int.from_address
     dimensions = pointer(at + DIMENSIONS).value
     return (
-        pointer(at + HEAD - ctypes.sizeof(ctypes.c_size_t)).value == id(np.ndarray)
+        ctypes.sizeof(ctypes.c_void_p) == 8
+        and pointer(at + HEAD - ctypes.sizeof(ctypes.c_size_t)).value == id(np.ndarray)
         and pointer(at + DATA).value == array.ctypes.data
         and number(at + NDIM).value == 2
         and dimensions != 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dl2gpu.engine import compiled
-from dl2gpu.engine.compiled import find_cache
+from dl2gpu.engine.compiled import find_cache, kernel_folder, read_private, write_private
 
 
 @pytest.fixture
@@ -73,3 +74,46 @@ def test_the_users_choice_stands(nowhere: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NUMBA_CACHE_DIR", "mine")
     find_cache()
     assert os.environ["NUMBA_CACHE_DIR"] == "mine"
+
+
+@pytest.fixture
+def home(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache folder of the user's own, empty."""
+    folder = nowhere / "home"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    kernel_folder.cache_clear()
+    yield folder
+    kernel_folder.cache_clear()
+
+
+def test_object_code_lies_in_the_users_cache(home: Path) -> None:
+    assert kernel_folder() == home / "dl2gpu"
+    assert stat.S_IMODE(kernel_folder().stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_object_code_is_not_taken_where_others_write(home: Path, mode: int) -> None:
+    (home / "dl2gpu").mkdir(parents=True)
+    (home / "dl2gpu").chmod(mode)
+    assert home not in kernel_folder().parents
+    assert stat.S_IMODE(kernel_folder().stat().st_mode) == 0o700
+
+
+def test_object_code_goes_where_numba_is_told_to(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(home / "there"))
+    assert kernel_folder() == home / "there"
+
+
+def test_private_files(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    assert read_private(file) is None
+    write_private(file, b"code")
+    assert read_private(file) == b"code"
+    assert list(tmp_path.iterdir()) == [file]
+    (tmp_path / "link").symlink_to(file)
+    assert read_private(tmp_path / "link") is None
+    file.chmod(0o620)
+    assert read_private(file) is None
+    write_private(tmp_path / "missing" / "file", b"code")
