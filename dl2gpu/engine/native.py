@@ -260,9 +260,11 @@ def _linked(data: bytes) -> int | None:
     return int(linked[name])
 
 
-_Entry: Final = ctypes.CFUNCTYPE(
-    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-)  # result, exception, arguments, types of the arrays: the status, as Numba's functions return it
+_Entry: Final = ctypes.CFUNCTYPE(ctypes.c_int32)
+"""Of pointers to result, exception, arguments, and the types of the arrays: the status.
+
+This is how Numba's own functions call each other.
+"""
 _OK: Final = 0
 NOT_MINE: Final = -(1 << 63)
 """Result where an array is not what the kernel takes."""
@@ -299,7 +301,9 @@ def _caller(what: Kernel, address: int) -> Callable[..., Any]:
     many = len(parameters)
     arrays = [i for i, p in enumerate(parameters) if p.dtype is not None]
     numbers = [i for i, p in enumerate(parameters) if p.dtype is None]
-    block_of = ctypes.c_int64 * many
+    block_of = ctypes.c_int64 * (many + 2)  # behind the arguments: the result and the exception
+    at_result, at_fault = 8 * many, 8 * many + 8
+    pointer = ctypes.byref
     known = (ctypes.c_int64 * (1 + len(arrays)))(
         id(np.ndarray), *(id(parameters[i].dtype) for i in arrays)
     )
@@ -310,13 +314,13 @@ def _caller(what: Kernel, address: int) -> Callable[..., Any]:
         if len(args) != many:
             raise TypeError(f"{what.name}: expected {many} arguments, found {len(args)}")
         block = block_of(*[id(args[i]) for i in arrays], *[int(args[i]) for i in numbers])
-        result, fault = ctypes.c_int64(), ctypes.c_void_p()
-        status = entry(ctypes.byref(result), ctypes.byref(fault), block, known)
+        status = entry(pointer(block, at_result), pointer(block, at_fault), block, known)
         if status != _OK:
             raise ArithmeticError(f"{what.name}: a kernel failed (status {status})")
-        if result.value == NOT_MINE:
+        result = block[many]
+        if result == NOT_MINE:
             return call(*_conformed(what, args))
-        return given(result.value)
+        return given(result)
 
     return call
 
