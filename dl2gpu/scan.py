@@ -220,7 +220,14 @@ def _report(
         job=pl.when(pl.col("name").is_in(twice.to_list()))
         .then(pl.format("{} ({})", "name", "folder"))
         .otherwise("name")
-    ).sort("job", "attempt", "folder")
+    ).sort("job", "attempt", "folder", "source_format", "events", "number")
+    # ... and so do those that a table brings along from a folder that is scanned as well
+    same = ["job", "attempt"]
+    jobs = jobs.with_columns(
+        job=pl.when(pl.len().over(same) > 1)
+        .then(pl.format("{} #{}", "job", pl.int_range(1, pl.len() + 1).over(same)))
+        .otherwise("job")
+    )
     label = dict(zip(jobs["number"], jobs["job"], strict=True))
     attempt = dict(zip(jobs["number"], jobs["attempt"], strict=True))
     ordered = sorted(
