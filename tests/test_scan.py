@@ -243,7 +243,7 @@ def recorder(folder: Path, *, as_json: bool) -> None:
 
 
 def test_all_formats_and_junk_in_one_bucket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck(tmp_path / "native", job="n")
     fine(tmp_path / "zipped", job="z")
@@ -261,7 +261,7 @@ def test_all_formats_and_junk_in_one_bucket(
     (junk / "noise.pkl").write_bytes(rng.randbytes(5000))
     (junk / "noise.parquet").write_bytes(b"PAR1" + rng.randbytes(5000) + b"PAR1")
     (junk / "noise.jsonl").write_text('{"kind":"header"}\n{"kind":"op"}\nnot json\n{"kind":"op"}\n')
-    (junk / "evil.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    shutil.copy(demo / "uploads" / "nccl_trace_rank_0", junk / "evil")
     (junk / "README.md").write_text("# notes")
     (junk / "list.json").write_text("[1, 2, 3]")
     half = (tmp_path / "pickles" / "nccl_trace_rank_0").read_bytes()
@@ -281,7 +281,7 @@ def test_all_formats_and_junk_in_one_bucket(
     assert kinds["pickles"] == kinds["json"]
     status = dict(report.inputs.select("path", "status").iter_rows())
     assert {s for p, s in status.items() if not p.startswith("junk/")} == {"read"}
-    assert status["junk/evil.pkl"] == "quarantined"
+    assert status["junk/evil"] == "quarantined"
     assert status["junk/README.md"] == "ignored"
 
     monkeypatch.setattr(SCAN, "SHARD_BYTES", 1)
