@@ -10,8 +10,12 @@ RUN python -m venv /opt/dl2gpu && /opt/dl2gpu/bin/pip install --no-cache-dir .
 
 FROM python:3.12-slim-bookworm
 COPY --from=build /opt/dl2gpu /opt/dl2gpu
-ENV PATH=/opt/dl2gpu/bin:$PATH
+RUN install -d -o nobody -g nogroup /var/cache/dl2gpu
+ENV PATH=/opt/dl2gpu/bin:$PATH NUMBA_CACHE_DIR=/var/cache/dl2gpu
 USER nobody
+# compiles the kernels, for the type of processor that the image is built on (status 1: it found the
+# deadlocks of the demo)
+RUN --mount=type=bind,source=datasets/demo,target=/demo dl2gpu scan /demo || [ $? -eq 1 ]
 WORKDIR /traces
 ENTRYPOINT ["dl2gpu"]
 CMD ["--help"]

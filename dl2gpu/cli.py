@@ -87,7 +87,9 @@ def scan(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Write report.json and three Parquet tables."),
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="Write report.json and three Parquet tables."
+        ),
     ] = None,
     format_: Annotated[
         Format,

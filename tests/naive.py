@@ -107,7 +107,7 @@ def size_in_bytes(event: Event, received: bool = False) -> int | None:
     if size is None and count is not None and element is not None:
         size = count * element
     if received and event["count_out"] is not None:
-        if element is None and size is not None and count:
+        if element is None and size is not None and count and size % count == 0:
             element = size // count
         size = None if element is None else event["count_out"] * element
     return None if size is None else int(size)

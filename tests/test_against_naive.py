@@ -11,7 +11,7 @@ from typing import Any
 
 import naive
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from programs import Program, from_seed, programs, seeds, shuffled, smaller, trace_of
 
@@ -112,10 +112,11 @@ def assert_agree(of: list[Program], reading: Reading, trace: Trace | None = None
 
 
 @pytest.mark.parametrize("reading", READINGS.values(), ids=READINGS)
-@given(example=seeds())
+@given(seed=seeds())
+@example(seed=3706230160)  # a sendrecv: only what is sent says how wide what comes is
 @SETTINGS
-def test_batches(reading: Reading, example: int) -> None:
-    of = from_seed(example, A_BATCH)
+def test_batches(reading: Reading, seed: int) -> None:
+    of = from_seed(seed, A_BATCH)
     assert_agree(of, reading)
 
 

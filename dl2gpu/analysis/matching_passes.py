@@ -309,12 +309,17 @@ def _wildcards(p: Prepared) -> bool:
 def _receiving(
     rows: Array, nbytes: Array, count: Array, count_out: Array, dtype: Array
 ) -> tuple[Array, Array]:
-    """Sizes of the receiving halves of sendrecv."""
+    """Sizes of the receiving halves of sendrecv.
+
+    An element is as wide as its type, or as what is sent says, if that is so many whole elements.
+    """
     out_bytes, out_count = nbytes.copy(), count.copy()
     given = rows[count_out[rows] >= 0]
     widths = dtype_widths()["width"].to_numpy()
-    known = (dtype[given] >= 0) & (dtype[given] < len(widths))
-    width = widths[np.where(known, dtype[given], 0)]
+    typed = (dtype[given] >= 0) & (dtype[given] < len(widths))
+    sent, elements = nbytes[given], np.maximum(count[given], 1)
+    told = (sent >= 0) & (count[given] > 0) & (sent % elements == 0)
+    width = np.where(typed, widths[np.where(typed, dtype[given], 0)], sent // elements)
     out_count[given] = count_out[given]
-    out_bytes[given] = np.where(known, count_out[given] * width, -1)
+    out_bytes[given] = np.where(typed | told, count_out[given] * width, -1)
     return out_bytes, out_count

@@ -190,9 +190,14 @@ def _message_parts(p: Prepared) -> pl.LazyFrame:
         p2p.filter(op == OP["sendrecv"])
         .join(dtype_widths().lazy(), on="dtype", how="left")
         .with_columns(
+            told=pl.when((pl.col("count") > 0) & (pl.col("bytes") % pl.col("count") == 0)).then(
+                pl.col("bytes") // pl.col("count")
+            )
+        )
+        .with_columns(
             bytes=pl.when(pl.col("count_out").is_null())
             .then("bytes")
-            .otherwise(pl.col("count_out") * pl.col("width")),
+            .otherwise(pl.col("count_out") * pl.coalesce("width", "told")),
             count=pl.coalesce("count_out", "count"),
         )
     ).select(

@@ -91,6 +91,9 @@ _SWITCHES: Final = (
     "NUMBA_DISABLE_JIT", "NUMBA_BOUNDSCHECK", "NUMBA_OPT", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES",
 )  # fmt: skip
 
+on_compile: Callable[[], None] | None = None
+"""Called once, before the first kernel is compiled: that of all takes a quarter of a minute."""
+
 _lock = threading.RLock()
 
 
@@ -179,6 +182,7 @@ class Kernel:
             file = f"{self.name}-{_key()}.o"
             data = read_private(kernel_folder() / file)
             if data is None or (address := _linked(data)) is None:
+                _tell()
                 from dl2gpu.engine.native_build import object_code
 
                 data = _packed(*object_code(self))
@@ -195,6 +199,12 @@ class Kernel:
 def kernel(function: Callable[..., Any]) -> Kernel:
     """Marks a kernel: a function whose arguments are annotated with the names of this module."""
     return Kernel(function)
+
+
+@functools.cache
+def _tell() -> None:
+    if on_compile is not None:
+        on_compile()
 
 
 @functools.cache

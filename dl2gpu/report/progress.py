@@ -15,17 +15,25 @@ Callback = Callable[[str, int, int], None]
 """``(stage, done, total)`` in whatever unit; may be called from several threads."""
 
 _EVERY_S: Final = 5.0  # at most so often a plain line within one stage
+_COMPILING: Final = "dl2gpu: compiling, for this and all later runs: about 20 s"
 
 
 @contextmanager
 def progress(*, quiet: bool = False) -> Iterator[Callback | None]:
     """A callback for the stages of a scan, or None where nothing is to be shown."""
+    from dl2gpu.engine import native
+
+    native.on_compile = None if quiet else _say_compiling
     if quiet:
         yield None
     elif sys.stderr.isatty():
         yield from _bar()
     else:
         yield _lines()
+
+
+def _say_compiling() -> None:
+    print(_COMPILING, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _bar() -> Iterator[Callback]:
