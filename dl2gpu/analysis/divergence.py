@@ -131,7 +131,9 @@ def find_divergence(p: Program, names: Names, node: int) -> Divergence | None:
             (i for _, members in ordered[1:] for rank, i in members if rank in odd), default=-1
         )
         first_odd = min(i for _, members in ordered[1:] for _, i in members)
-        skipped = clear and _skipped(on, int(k), big_site, [s for s, _ in ordered[1:]], big[0][0])
+        skipped = clear and _skipped(
+            on, int(k), big_site, [s for s, _ in ordered[1:]], [r for r, _ in big]
+        )
         return Divergence(
             event=own if clear and own >= 0 else min(big)[1],
             odd=tuple(sorted(odd)) if clear else (),
@@ -244,7 +246,10 @@ def _shift(a: Array, b: Array) -> int:
     return int(away[0]) if len(away) else n
 
 
-def _skipped(on: pl.DataFrame, k: int, big_site: int, odd_sites: list[int], rank: int) -> bool:
+def _skipped(
+    on: pl.DataFrame, k: int, big_site: int, odd_sites: list[int], ranks: list[int]
+) -> bool:
     """Did the odd ranks leave a call out? Then the others reach the odd ranks' site soon after."""
-    after = on.filter((pl.col("rank") == rank) & (pl.col("k") > k)).sort("k").head(8)["site"]
-    return bool(after.is_in(odd_sites).any()) and big_site not in odd_sites
+    after = on.filter(pl.col("rank").is_in(ranks) & (pl.col("k") > k)).sort("k")
+    soon = after.group_by("rank").head(8)["site"]
+    return bool(soon.is_in(odd_sites).any()) and big_site not in odd_sites

@@ -476,7 +476,11 @@ def _ended(
     reason = "finished" if reached_end else "skipped_call"
     first = base.first_divergence
     details = dict(base.details)
-    divergence = find_divergence(p, names, int(cause.nodes[0])) if len(cause.nodes) else None
+    divergence = None
+    for v in cause.nodes[:_LOOKED_AT]:
+        divergence = find_divergence(p, names, int(v))
+        if divergence is not None:
+            break
     if divergence is not None:
         first, reason = names.operation(divergence.event), "skipped_call"
         details["divergence"] = divergence.details

@@ -269,9 +269,9 @@ def _merge(findings: list[Finding]) -> list[Finding]:
 
 def _joined(places: list[Finding]) -> Finding:
     """One finding of those of one fault: the first, with the ranks and operations of all."""
-    first = places[0]
     if len(places) == 1:
-        return first
+        return places[0]
+    first = min(places, key=lambda f: f.reason or "")  # whichever place has the lowest ranks
     culprits = {r for f in places for r in f.culprits}
     hangs_at = {
         (h["rank"], h["seq"], h["op"], h["comm"], h["ordinal"], *h["stack"]): h
