@@ -342,7 +342,7 @@ def attach(
     if placed.height == events.height:
         # nothing but communication: a sort by i is the join
         placed = placed.sort("i")
-        out = pl.concat([events, placed.drop("i")], how="horizontal").lazy()
+        out = events.hstack(placed.drop("i")).lazy()
     else:
         out = out.join(placed.lazy(), on="i", how="left", maintain_order="left")
     if second.height:

@@ -49,15 +49,11 @@ def canonical(report: Report) -> Report:
     Findings by job, attempt, gravity and id; jobs by name, attempt and folder; inputs by path. A
     cycle keeps its own order.
     """
-    operation = pl.element().struct
     findings = (
         report.findings.select(*FINDINGS)
         .with_columns(
             _details(report.findings),
-            pl.col("culprits", "victims").list.sort(),
-            pl.col("hangs_at").list.eval(
-                pl.element().sort_by(operation.field("rank"), operation.field("seq"))
-            ),
+            pl.col("culprits", "victims", "hangs_at").list.sort(),  # operations: by rank, seq
         )
         .sort("job", "attempt", gravity("kind"), "id", nulls_last=False)
     )

@@ -48,6 +48,8 @@ from dl2gpu.trace.schema import (
 
 __all__ = ["read", "write_jsonl"]
 
+_MAX_BRACKETS: Final = 1000
+"""Opening brackets of a line for Polars: before 2.0 some 3000 levels overflow its stack."""
 _CHUNK: Final = 4 << 20
 """Bytes parsed at once. Bounds the memory of a chunk made of the shortest possible lines."""
 
@@ -205,8 +207,11 @@ class _Reader:
                         lines.is_op[i] = self._other_line(file, line) == "op"
                     except (msgspec.MsgspecError, RecursionError, RefusedError):
                         file.refused = True
-        for i in np.flatnonzero(lines.is_op & (lines.stop - lines.start > MAX_LINE)).tolist():
-            self.files[lines.file[i]].refused = True
+        size = lines.stop - lines.start
+        for i in np.flatnonzero(lines.is_op & (size > 4 * _MAX_BRACKETS)).tolist():
+            line = lines.line(i)
+            if size[i] > MAX_LINE or line.count(b"[") + line.count(b"{") > _MAX_BRACKETS:
+                self.files[lines.file[i]].refused = True
 
     def _other_line(self, file: File, line: bytes) -> str:
         kind = kind_of(line)

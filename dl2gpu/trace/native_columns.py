@@ -455,7 +455,7 @@ def _requests(texts: pl.Series) -> pl.Series:
 
 def _splits(lists: pl.Series) -> pl.Series:
     some = lists.drop_nulls()
-    flat = some.filter(some.list.len() > 0).explode()
+    flat = some.filter(some.list.len() > 0).explode(empty_as_null=False)
     if flat.null_count() or (
         len(flat) and not (flat.min() >= 0 and flat.max() <= _BIG)  # type: ignore[operator]
     ):
