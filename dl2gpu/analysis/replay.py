@@ -180,7 +180,8 @@ def _mailboxes(m: Matching) -> dict[str, Array]:
     """Mailboxes, one a communicator and receiving rank, what is asked of them, and all roles.
 
     ``take_*`` and ``send_*``: the events that take from each mailbox and that send to it, in
-    program order; ``job_box`` offsets of the jobs. ``peer`` and ``tag`` of a send or receive,
+    program order; ``take_one``: all that take are of one lane; ``job_box`` offsets of the jobs.
+    ``peer`` and ``tag`` of a send or receive,
     ``recv_peer`` and ``recv_tag`` of the receive of a sendrecv where that is taken from a mailbox
     (``recv_peer`` is -3 everywhere else).
     """
@@ -191,7 +192,8 @@ def _mailboxes(m: Matching) -> dict[str, Array]:
         none = np.zeros(0, np.int32)
         start = np.zeros(1, np.int32)
         return {
-            "take_start": start, "take_event": none, "send_start": start, "send_event": none,
+            "take_start": start, "take_event": none, "take_one": np.zeros(0, np.bool_),
+            "send_start": start, "send_event": none,
             "job_box": np.zeros(n_jobs + 1, np.int32), "role": plain(e["role"]), "peer": none,
             "tag": _NONE, "recv_peer": none, "recv_tag": _NONE,
         }  # fmt: skip
@@ -226,9 +228,15 @@ def _mailboxes(m: Matching) -> dict[str, Array]:
     job_of = np.zeros(len(number), np.int64)
     for which, there in ((0, taking), (1, sending)):
         job_of[mail[which, there]] = plain(e["job"])[there]
+    lane = plain(e["lane"])
+    lanes = np.zeros((2, len(number)), lane.dtype)
+    lanes[0] = np.iinfo(lane.dtype).max
+    np.minimum.at(lanes[0], mail[0, taking], lane[taking])
+    np.maximum.at(lanes[1], mail[0, taking], lane[taking])
     return {
         "take_start": take_start,
         "take_event": take_event,
+        "take_one": lanes[0] == lanes[1],
         "send_start": send_start,
         "send_event": send_event,
         "job_box": np.searchsorted(job_of, np.arange(n_jobs + 1)).astype(np.int32),
@@ -407,8 +415,8 @@ def run(
             k["host_blocks"], k["wait_kind"], wait_left, k["dep_start"], k["dep_wait"],
             k["node1"], k["node2"], k["role"], eager, k["alone"], done,
             k["node_start"], k["node_part"], k["node_kind"], k["node_need"], k["node_blocks"],
-            k["take_start"], k["take_event"], k["send_start"], k["send_event"], p.rank_of,
-            k["peer"], k["tag"], k["recv_peer"], k["recv_tag"],
+            k["take_start"], k["take_event"], k["take_one"], k["send_start"], k["send_event"],
+            p.rank_of, k["peer"], k["tag"], k["recv_peer"], k["recv_tag"],
             scenario.early_release, scenario.atomic_batch, scenario.wild_high,
             issued, started, completed, lane_at, queue_at, partner, *scratch, take_at, send_at,
             *replay_kernel.stacks(part, p.job_event, job_lane, job_queue),

@@ -363,7 +363,7 @@ def run(
     host_blocks: Bools, wait_kind: UInt8s, wait_left: Int32s, dep_start: Int32s, dep_wait: Int32s,
     node1: Int32s, node2: Int32s, role: Int8s, eager: Bools, alone: Bools, done: Bools,
     node_start: Int32s, node_part: Int32s, node_kind: Int8s, node_need: Int32s, node_blocks: Bools,
-    take_start: Int32s, take_event: Int32s, send_start: Int32s, send_event: Int32s,
+    take_start: Int32s, take_event: Int32s, take_one: Bools, send_start: Int32s, send_event: Int32s,
     rank_of: Int32s, peer: Int32s, tag: Int64s, recv_peer: Int32s, recv_tag: Int64s,
     early: bool, atomic: bool, wild_high: bool,
     issued: Bools, started: Bools, completed: Bools, lane_at: Int32s, queue_at: Int32s,
@@ -685,6 +685,8 @@ def run(
                         send_at[b] += 1
                     for x in range(take_at[b], take_start[b + 1]):
                         e = take_event[x]
+                        if take_one[b] and not issued[e]:
+                            break  # nor are those behind it
                         half = 1 if role[e] == SEND else 0  # 1: the receive of a sendrecv
                         # a receive that is recorded as complete has taken a message before
                         over = early_mail and done[e] and role[e] == RECV
