@@ -18,7 +18,7 @@ import polars as pl
 
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Program
-from dl2gpu.analysis.tables import KIND
+from dl2gpu.analysis.tables import KIND, is_lossy
 from dl2gpu.trace.schema import OP
 
 __all__ = ["Divergence", "Split", "find_departure", "find_divergence", "odd_ones"]
@@ -174,7 +174,7 @@ def find_departure(
     if len(odd) != 1 or len(good) < 2:
         return None
     ranks = m.prepared.ranks.filter((pl.col("job") == job) & pl.col("rank").is_in([*good, *odd]))
-    if (ranks["lost_before"].fill_null(1) > 0).any() or ranks["only_active"].fill_null(False).any():
+    if not ranks.filter(is_lossy()).is_empty():
         return None
     rows = (
         events.lazy()

@@ -17,7 +17,7 @@ import polars as pl
 
 from dl2gpu.analysis.matching_passes import Columns, Placed, pass_collectives, pass_messages
 from dl2gpu.analysis.matching_plan import attach, plan_collectives, plan_messages
-from dl2gpu.analysis.tables import Prepared, is_collective, prepare
+from dl2gpu.analysis.tables import Prepared, is_collective, is_lossy, prepare
 from dl2gpu.trace.schema import EXIT, FLAG, OP, Trace
 
 __all__ = ["Matching", "match", "match_prepared", "passed_members"]
@@ -133,7 +133,7 @@ def windows(p: Prepared) -> pl.DataFrame:
     ``completed`` (last ordinal known completed from the status table, null: unknown).
     Only ranks whose record is known to be incomplete appear (ring buffer, active entries only).
     """
-    lossy = p.ranks.filter((pl.col("lost_before").fill_null(1) > 0) | pl.col("only_active"))
+    lossy = p.ranks.filter(is_lossy())
     if lossy.is_empty():
         return pl.DataFrame(
             schema={"comm": pl.Int32, "rank": pl.Int32, "first": pl.Int64, "completed": pl.Int64,

@@ -14,7 +14,16 @@ import polars as pl
 
 from dl2gpu.analysis.replay_kernel import count_along, repeats_along
 from dl2gpu.analysis.signatures import compare_collectives, compare_messages
-from dl2gpu.analysis.tables import KIND, NCCL_LIKE, ROLE, Prepared, dtype_widths, is_collective
+from dl2gpu.analysis.tables import (
+    KIND,
+    NCCL_LIKE,
+    ROLE,
+    Prepared,
+    dtype_widths,
+    is_collective,
+    is_lossy,
+    lost_start,
+)
 from dl2gpu.trace.schema import ANY, FLAG, OP
 
 __all__ = ["attach", "lossy_ranks", "lost_comms", "no_nodes", "plan_collectives", "plan_messages"]
@@ -136,13 +145,12 @@ def _about_comms(p: Prepared, coll: pl.DataFrame) -> pl.DataFrame:
 
 def lossy_ranks(p: Prepared) -> pl.DataFrame:
     """(job, rank) of ranks that lost their start, or list active operations only."""
-    lossy = (pl.col("lost_before").fill_null(1) > 0) | pl.col("only_active").fill_null(False)
-    return p.ranks.filter(lossy).select("job", "rank")
+    return p.ranks.filter(is_lossy()).select("job", "rank")
 
 
 def lost_comms(p: Prepared) -> pl.Series:
     """Communicators of which a member lost its start: their operations cannot be counted."""
-    cut = p.ranks.lazy().filter(pl.col("lost_before").fill_null(1) > 0).select("job", "rank")
+    cut = p.ranks.lazy().filter(lost_start()).select("job", "rank")
     members = (
         p.comms.lazy().select("job", "comm", rank="ranks").explode("rank", empty_as_null=False)
     )

@@ -49,8 +49,10 @@ class Names:
         """What a communicator is for, without what tells it from its siblings."""
         comms = self._m.prepared.comms.sort("comm")
         out = []
-        for ident, name, desc in comms.select("id", "name", "desc").iter_rows():
-            text = desc if desc and desc != "undefined" else (name or ident or "")
+        for (ident, name), desc in zip(
+            comms.select("id", "name").iter_rows(), self._descriptions, strict=True
+        ):
+            text = desc or name or ident or ""
             out.append(
                 re.sub(r"\d+", "", text) if not re.fullmatch(r"[0-9a-f]{8,}|\d+", text) else ""
             )

@@ -298,6 +298,16 @@ def is_collective(op: pl.Expr) -> pl.Expr:
     return op >= OP["all_reduce"]
 
 
+def lost_start() -> pl.Expr:
+    """Rows of ranks whose record lacks its start, or may lack it."""
+    return pl.col("lost_before").fill_null(1) > 0
+
+
+def is_lossy() -> pl.Expr:
+    """Rows of ranks that lost their start, or list active operations only."""
+    return lost_start() | pl.col("only_active").fill_null(False)
+
+
 def is_unknown(op: pl.Expr) -> pl.Expr:
     """Operations outside the catalogue, kept by name and treated as synchronising."""
     return op >= OP_OTHER

@@ -89,13 +89,11 @@ def open_nodes(p: Program, fix: Fixpoint) -> Array:
     return out
 
 
-def _expand(start: Array, item: Array, keys: Array) -> tuple[Array, Array]:
-    """(key repeated, item) of the buckets ``keys``."""
+def _expand(start: Array, item: Array, keys: Array, owner: Array) -> tuple[Array, Array]:
+    """(owner repeated, item) of the buckets ``keys``, each of which has one owner."""
     width = start[keys + 1] - start[keys]
-    total = int(width.sum())
-    owner = np.repeat(keys, width)
-    offset = np.arange(total) - np.repeat(np.cumsum(width) - width, width)
-    return owner, item[np.repeat(start[keys], width) + offset]
+    offset = np.arange(int(width.sum())) - np.repeat(np.cumsum(width) - width, width)
+    return np.repeat(owner, width), item[np.repeat(start[keys], width) + offset]
 
 
 def build_graph(p: Program, fix: Fixpoint) -> Graph:
@@ -148,7 +146,7 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
 
     # --- nodes: members that are recorded but have not come
     nodes = np.flatnonzero(open_nodes(p, fix)).astype(np.int64)
-    v, part = _expand(k["node_start"], k["node_part"], nodes)
+    v, part = _expand(k["node_start"], k["node_part"], nodes, nodes)
     x = part >> 1
     late = ~fix.started[x] & (k["role"][x] != ROLE["probe"])
     v_late, x_late = v[late], x[late]
@@ -286,10 +284,7 @@ def _with_batch(
         unit_of[~only] = -1
     start, item = replay_kernel.bucket(unit_of, len(fix.layout.unit_first))
     pairs = np.unique(np.stack([owner[in_unit], unit[in_unit]]), axis=1)
-    width = start[pairs[1] + 1] - start[pairs[1]]
-    owners = np.repeat(pairs[0], width)
-    offset = np.arange(int(width.sum())) - np.repeat(np.cumsum(width) - width, width)
-    members = item[np.repeat(start[pairs[1]], width) + offset]
+    owners, members = _expand(start, item, pairs[1], pairs[0])
     return (
         np.concatenate([owner[~in_unit], owners]),
         np.concatenate([event[~in_unit], members.astype(np.int64)]),

@@ -154,7 +154,7 @@ def test_the_writer_writes_what_pytorch_writes(shared: Path) -> None:
 
 def program(version: Any, rank: int, stacks: bool = True, world: int = 2) -> Any:
     """A small healthy program of two ranks with most of what a dump can hold."""
-    frames = [frame(f"f{i}", f"/work/ü {i}.py", 10 * i) for i in range(5)]
+    frames = [frame(f"f{i}", f"/code/ü {i}.py", 10 * i) for i in range(5)]
 
     def at(i: int) -> list[dict[str, Any]] | None:
         return frames[i % 3 :] if stacks else None
@@ -217,7 +217,7 @@ def test_json_with_a_list_at_the_top_nan_and_stacks() -> None:
     text = json.dumps(program((2, 9), 0)["entries"]).replace(": 600000", ": NaN")
     events = read_job({0: text.encode()})
     assert len(events) == 9
-    assert events[0]["stack"][0] == "f0 /work/ü 0.py:0"
+    assert events[0]["stack"][0] == "f0 /code/ü 0.py:0"
 
 
 def test_the_smallest_valid_dump_has_no_entries() -> None:
