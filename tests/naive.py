@@ -326,10 +326,16 @@ class _Program:
                 self.facts[key].issued = True
 
     def _start(self, unit: tuple[Key, ...]) -> None:
-        """Rule 2: when issued and at the head of its stream; a batch as a unit."""
+        """Rule 2: when issued and at the head of its stream; a batch as a unit.
+
+        A member that is recorded as completed needs nothing more, even behind unfinished work.
+        """
         if all(
-            self.facts[key].issued
-            and all(self.facts[ahead].completed for ahead in self.ahead_on_stream[key])
+            self.facts[key].completed
+            or (
+                self.facts[key].issued
+                and all(self.facts[ahead].completed for ahead in self.ahead_on_stream[key])
+            )
             for key in unit
         ):
             for key in unit:

@@ -114,6 +114,7 @@ def assert_agree(of: list[Program], reading: Reading, trace: Trace | None = None
 @pytest.mark.parametrize("reading", READINGS.values(), ids=READINGS)
 @given(seed=seeds())
 @example(seed=3706230160)  # a sendrecv: only what is sent says how wide what comes is
+@example(seed=5983633)  # a batch over host and stream, its streamed member known to be complete
 @SETTINGS
 def test_batches(reading: Reading, seed: int) -> None:
     of = from_seed(seed, A_BATCH)
