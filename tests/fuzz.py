@@ -6,6 +6,8 @@ Tests look at the same programs in every run; this looks at others. What disagre
 down to a few operations, with its seed: an ``@example`` in test_against_naive.py keeps it.
 """
 
+# ruff: noqa: T201 - the program below prints, as programs do
+
 from __future__ import annotations
 
 import sys

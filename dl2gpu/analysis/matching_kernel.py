@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dl2gpu.analysis.arrays import Array
+from dl2gpu.engine.arrays import Array
 from dl2gpu.engine.native import (
     Bools,
     Int8s,

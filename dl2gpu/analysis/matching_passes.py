@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from typing import Any, Final
@@ -13,10 +11,11 @@ import numpy as np
 import polars as pl
 
 from dl2gpu.analysis import matching_kernel as kernel
-from dl2gpu.analysis.arrays import Array, codes, flags, plain
 from dl2gpu.analysis.matching_plan import lossy_ranks, lost_comms, no_nodes
 from dl2gpu.analysis.signatures import SIZED
 from dl2gpu.analysis.tables import KIND, NCCL_LIKE, ROLE, Prepared, dtype_widths
+from dl2gpu.engine.arrays import Array, codes, flags, plain
+from dl2gpu.engine.cores import cores
 from dl2gpu.trace.schema import ANY, OP
 
 __all__ = ["Columns", "Placed", "pass_collectives", "pass_messages"]
@@ -85,7 +84,7 @@ def shares(p: Prepared) -> list[tuple[int, int]]:
     n = len(job)
     if not n:
         return []
-    parts = 2 * (os.cpu_count() or 1)
+    parts = 2 * cores()
     wanted = job[np.linspace(0, n - 1, parts + 1).astype(np.int64)[1:-1]]
     cuts = np.unique(np.searchsorted(job, wanted))
     edges = [0, *[int(c) for c in cuts if 0 < c < n], n]
@@ -97,7 +96,7 @@ def over_jobs(p: Prepared, call: Callable[[int, int], Any]) -> list[Any]:
     ranges = shares(p)
     if len(ranges) <= 1 or p.events.height < 50_000:
         return [call(lo, hi) for lo, hi in ranges]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         return list(pool.map(lambda r: call(*r), ranges))
 
 

@@ -6,7 +6,6 @@ of DESIGN.md section 4 under a ``Scenario``, in parallel over jobs (the kernel r
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -15,9 +14,10 @@ import numpy as np
 import polars as pl
 
 from dl2gpu.analysis import replay_kernel
-from dl2gpu.analysis.arrays import Array, codes, flags, plain
 from dl2gpu.analysis.matching import Matching
 from dl2gpu.analysis.tables import NCCL_LIKE, ROLE
+from dl2gpu.engine.arrays import Array, codes, flags, plain
+from dl2gpu.engine.cores import cores
 from dl2gpu.trace.schema import MODE, OP, SEND_MODE, Trace
 
 __all__ = ["Fixpoint", "Program", "Scenario", "build", "replay", "run"]
@@ -423,7 +423,7 @@ def run(
         )  # fmt: skip
 
     chosen = np.arange(n_jobs, dtype=np.int32) if jobs is None else jobs.astype(np.int32)
-    threads = min(workers or os.cpu_count() or 1, len(chosen))
+    threads = min(workers or cores(), len(chosen))
     if threads <= 1:
         if len(chosen):
             work(chosen)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dl2gpu.analysis.arrays import Array, plain
+from dl2gpu.engine.arrays import Array, plain
 from dl2gpu.engine.native import (
     BoolRows,
     Bools,
@@ -150,23 +150,6 @@ def _index_units(
         unit_of[e] = unit_of[before]
         unit_size[unit_of[e]] += 1
     return units
-
-
-@kernel
-def in_order(job: Int32s, rank: Int32s, seq: Int64s, lane: Int32s) -> bool:
-    """Are the rows strictly increasing by (job, rank, seq, lane)?"""
-    for x in range(1, len(job)):
-        if job[x] != job[x - 1]:
-            later = job[x] > job[x - 1]
-        elif rank[x] != rank[x - 1]:
-            later = rank[x] > rank[x - 1]
-        elif seq[x] != seq[x - 1]:
-            later = seq[x] > seq[x - 1]
-        else:
-            later = lane[x] > lane[x - 1]
-        if not later:
-            return False
-    return True
 
 
 def passed_by_host(r: Array, lane: Array, prefix: Array, blocks: Array, everything: Array) -> Array:

@@ -13,8 +13,9 @@ from typing import Final
 import numpy as np
 import polars as pl
 
-from dl2gpu.analysis.arrays import Array, plain
-from dl2gpu.analysis.replay_kernel import in_order, passed_by_host
+from dl2gpu.analysis.replay_kernel import passed_by_host
+from dl2gpu.engine.arrays import Array, plain
+from dl2gpu.trace.order_kernel import in_order
 from dl2gpu.trace.schema import DTYPE_BYTES, EXIT, OP, OP_OTHER, RANKS, STATE, Trace, conform
 
 __all__ = ["BACKEND_CLASS", "Prepared", "backend_class", "most_ranks", "prepare"]

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from dl2gpu import __version__
 from dl2gpu.engine import choose
+from dl2gpu.engine.cores import cores
 from dl2gpu.report.console import grid
 
 __all__ = ["doctor", "facts"]
@@ -75,7 +76,7 @@ def _module_version(module: str) -> str | None:
 
 
 def _processors() -> str:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    usable = cores()
     quota = _cgroup("cpu.max")
     if quota is not None and quota[0] != "max":
         return f"{usable} usable, of them {int(quota[0]) / int(quota[1]):g} by quota"

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dl2gpu.engine.native import Int32Rows, Int32s, Int64Rows, Int64s, UInt8s, kernel
+from dl2gpu.engine.native import Bools, Int32Rows, Int32s, Int64Rows, Int64s, UInt8s, kernel
 from dl2gpu.trace.pickle_tables import COLUMNS, KEYWORDS, NULL
 
 __all__ = [
@@ -93,6 +93,10 @@ class Columns:
     """Distinct strings, by number, in UTF-8."""
     stacks: Stacks
     numels: npt.NDArray[np.int64]
+    names: list[tuple[int, int]] = field(default_factory=list)
+    """String numbers of profiling names, and how many entries have each."""
+    dtypes: list[int] = field(default_factory=list)
+    """String numbers of data types."""
     header: dict[str, Any] = field(default_factory=dict)
     """Everything beside the entries, as Python objects: version, pg_config, pg_status, ..."""
     lost: int = 0
@@ -164,9 +168,17 @@ def pack(
     facts = np.zeros(8, dtype=np.int64)
     table = np.full(1 << max(4, (2 * n).bit_length()), -1, dtype=np.int32)
     lanes = np.full(len(raw) + 1, -1, dtype=np.int32)
-    _pack(rec, order, _AT, _STATE_WORDS, wide, narrow, bits, groups, table, lanes, facts)
+    names = np.zeros(len(raw) + 1, dtype=np.int32)  # one place more, for what is absent
+    dtypes = np.zeros(len(raw) + 1, dtype=np.bool_)
+    _pack(
+        rec, order, _AT, _STATE_WORDS, wide, narrow, bits, groups, table, lanes, names, dtypes,
+        facts,
+    )  # fmt: skip
     n_groups, newest, completed, finished, started, with_counter, _, _ = facts.tolist()
     columns = Columns(wide, narrow, bits, [], raw, stacks, numels)
+    used = np.flatnonzero(names[:-1])
+    columns.names = list(zip(used.tolist(), names[used].tolist(), strict=True))
+    columns.dtypes = np.flatnonzero(dtypes[:-1]).tolist()
     for name, desc, number in groups[:n_groups].tolist():
         pg_id = None if number == NULL else number
         columns.groups.append(
@@ -184,7 +196,8 @@ def pack(
 @kernel
 def _pack(
     rec: Int64Rows, order: Int64s, at: Int64s, states: Int64s, wide: Int64Rows, narrow: Int32Rows,
-    bits: UInt8s, groups: Int64Rows, table: Int32s, lanes: Int32s, facts: Int64s,
+    bits: UInt8s, groups: Int64Rows, table: Int32s, lanes: Int32s, names: Int32s, dtypes: Bools,
+    facts: Int64s,
 ) -> None:  # fmt: skip
     n = order.size
     n_groups = 0
@@ -218,6 +231,10 @@ def _pack(
         for j in range(7):
             value = rec[r, at[10 + j]]
             narrow[2 + j, i] = -1 if value < 0 else min(value, 0x7FFFFFFF)
+        absent = names.size - 1
+        names[narrow[2, i] if narrow[2, i] >= 0 else absent] += 1
+        for j in range(2):
+            dtypes[narrow[3 + j, i] if narrow[3 + j, i] >= 0 else absent] = True
         state = 0
         for j in range(3):
             if rec[r, at[17]] == states[j]:

@@ -9,21 +9,28 @@ Source: FORMATS.md section 2.
 
 from __future__ import annotations
 
-import os
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from dl2gpu.engine.cores import cores
 from dl2gpu.trace import flight_recorder_json, pickle_columns
 from dl2gpu.trace.entry_columns import Columns, Fault
 from dl2gpu.trace.files import cut_reason, read_bytes
-from dl2gpu.trace.flight_recorder_comms import FORMAT, Comm, Dump, Job, inputs, resolve
+from dl2gpu.trace.flight_recorder_comms import (
+    FORMAT,
+    MOST_THREADS,
+    Comm,
+    Dump,
+    Job,
+    inputs,
+    resolve,
+)
 from dl2gpu.trace.flight_recorder_events import FileEntries, events
 from dl2gpu.trace.flight_recorder_names import Operation, operation, version_pair
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
@@ -41,8 +48,6 @@ from dl2gpu.trace.schema import (
 )
 
 __all__ = ["read"]
-
-_MAX_WORKERS: Final = 8
 
 
 def read(
@@ -85,7 +90,7 @@ def _decoded(
             columns.fault = columns.fault or Fault("truncated", len(data), cut)
         return columns
 
-    workers = max(1, min(_MAX_WORKERS, os.cpu_count() or 1, len(files)))
+    workers = max(1, min(MOST_THREADS, cores(), len(files)))
     with ThreadPoolExecutor(workers, thread_name_prefix="flight-recorder") as pool:
         ahead: deque[Future[Columns | str]] = deque()
         for file in files:
@@ -157,9 +162,8 @@ class _Corpus:
         )
 
     def _operations(self, dump: Dump, found: Columns) -> npt.NDArray[np.int32]:
-        counts = np.bincount(found.column("name"), minlength=len(found.raw))
-        numbers = np.full(len(counts), -1, dtype=np.int32)
-        for i in np.flatnonzero(counts).tolist():
+        numbers = np.full(len(found.raw), -1, dtype=np.int32)
+        for i, count in found.names:
             text = found.text(i)
             number = self.operations.get(text)
             if number is None:
@@ -167,14 +171,12 @@ class _Corpus:
                 self.meanings.append(operation(text))
             numbers[i] = number
             backend = self.meanings[number].backend
-            dump.backends[backend] = dump.backends.get(backend, 0) + int(counts[i])
+            dump.backends[backend] = dump.backends.get(backend, 0) + count
         return numbers
 
     def _dtypes(self, found: Columns) -> npt.NDArray[np.int32]:
-        counts = np.bincount(found.column("in_dtype") + 1, minlength=len(found.raw) + 1)
-        counts += np.bincount(found.column("out_dtype") + 1, minlength=len(found.raw) + 1)
         numbers = np.full(len(found.raw), -1, dtype=np.int32)
-        for i in np.flatnonzero(counts[1:]).tolist():
+        for i in found.dtypes:
             numbers[i] = self.dtypes.setdefault(found.text(i), len(self.dtypes))
         return numbers
 
@@ -204,7 +206,11 @@ class _Corpus:
         """The trace of all dumps whose rank is known."""
         strings = StringTable()
         comms = [comm for job in jobs for comm in job.comms]
-        kept = [f for f in self.entries if f.dump.kept]
+        # in order of ranks, not of file names: the analysis then need not sort
+        kept = sorted(
+            (f for f in self.entries if f.dump.kept),
+            key=lambda f: (f.dump.job.index, f.dump.rank or 0),
+        )
         self.entries = []
         frame = events(kept, comms, self.meanings, self.dtypes, strings) if kept else None
         return Trace(

@@ -20,6 +20,8 @@ from dl2gpu.trace.inputs import Input, InputError, Status, TraceFile
 __all__ = ["FORMAT", "Comm", "Dump", "Job", "inputs", "resolve"]
 
 FORMAT: Final = "flight_recorder"
+MOST_THREADS: Final = 8
+"""More do not decode faster: Python's lock is held between the files."""
 _LATEST: Final = 1 << 62
 _UNFOLD: Final = 16
 _UNFOLD_FREE: Final = 1 << 16

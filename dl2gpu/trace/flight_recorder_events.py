@@ -7,16 +7,19 @@ needs a view across files: roots, splits, the names of streams.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import pairwise
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from dl2gpu.engine.cores import cores
 from dl2gpu.trace import flight_recorder_kernel as kernel
 from dl2gpu.trace.entry_columns import SECRET, Columns
-from dl2gpu.trace.flight_recorder_comms import Comm, Dump
+from dl2gpu.trace.flight_recorder_comms import MOST_THREADS, Comm, Dump
 from dl2gpu.trace.flight_recorder_names import HOST_BACKENDS, Operation
 from dl2gpu.trace.pickle_kernel import rehash
 from dl2gpu.trace.pickle_tables import NULL
@@ -50,6 +53,8 @@ _KINDS: Final = {
 }  # fmt: skip
 _ROOTED: Final = [OP["scatter"], OP["scatter_v"], OP["gather"], OP["gather_v"]]
 _INTS: Final = ("job", "rank", "lane", "op", "comm", "peer", "dtype", "stack", "stream", "root")
+_OWN_STREAM: Final = -2
+"""A stream of -2 - k is that of the k-th pair of ranks."""
 _ALWAYS: Final = 5  # the first ones of _INTS are never absent
 _LONGS: Final = (
     "seq", "ordinal", "count", "count_out", "bytes", "group", "t_created", "t_started",
@@ -80,6 +85,8 @@ def events(
 ) -> pl.DataFrame:
     """The event table of ``files``, which is emptied on the way (each file's columns are freed).
 
+    Threads, one a core, each take a run of files and write rows of their own.
+
     Args:
         files: entries of each file whose rank is known, in the order of the rows.
         comms: communicators, by their number.
@@ -90,20 +97,86 @@ def events(
     Returns:
         A frame with the columns of :data:`schema.EVENTS`.
     """
-    ops = _operation_table(operations, strings)
-    types = _dtype_table(dtypes, strings)
-    of_comm = _comm_table(comms, strings)
-    members = np.array([r for c in comms for r in c.ranks] + [-1], dtype=np.int32)
+    tables = (
+        _operation_table(operations, strings),
+        _dtype_table(dtypes, strings),
+        _comm_table(comms, strings),
+        np.array([r for c in comms for r in c.ranks] + [-1], dtype=np.int32),
+    )
     total = sum(f.columns.n for f in files)
-    ints = np.empty((kernel.INTS, total), dtype=np.int32)
-    longs = np.empty((kernel.LONGS, total), dtype=np.int64)
-    states = np.empty(total, dtype=np.uint8)
-    flags = np.empty(total, dtype=np.uint32)
+    out = (
+        np.empty((kernel.INTS, total), dtype=np.int32),
+        np.empty((kernel.LONGS, total), dtype=np.int64),
+        np.empty(total, dtype=np.uint8),
+        np.empty(total, dtype=np.uint32),
+    )
+    shares = _shares(files)
+    with ThreadPoolExecutor(len(shares), thread_name_prefix="flight-recorder") as pool:
+        parts = list(pool.map(lambda share: _mapped(share[0], share[1], tables, out), shares))
+    ints, longs, states, flags = out
+    n = 0
+    splits: list[_Splits] = []
+    for part in parts:
+        if len(part.pairs):
+            names = [f"{comms[c].id}:{lo}-{hi}" for c, lo, hi, _ in part.pairs.tolist()]
+            codes = np.array([strings.code(name) for name in names], dtype=np.int32)
+            stream = ints[kernel.O_STREAM, part.first : part.end]
+            own = stream <= _OWN_STREAM
+            stream[own] = codes[_OWN_STREAM - stream[own]]
+        # entries that are no operations leave a gap behind the rows of a share
+        to = n + part.end - part.first
+        if part.first > n:
+            for column in (*ints, *longs, states, flags):
+                column[n:to] = column[part.first : part.end]
+        splits += [(rows - (part.first - n), sizes) for rows, sizes in part.splits]
+        n = to
+    # columns without nulls are copied out, the others are when they get their nulls: no column of
+    # the frame keeps the whole block alive
+    columns_out: dict[str, Any] = {
+        name: ints[i, :n].copy() if i < _ALWAYS else ints[i, :n] for i, name in enumerate(_INTS)
+    }
+    columns_out |= {name: longs[i, :n] for i, name in enumerate(_LONGS)}
+    columns_out |= {"seq": longs[kernel.W_SEQ, :n].copy()}
+    columns_out |= {"state": states[:n], "flags": flags[:n]}
+    return _frame(columns_out, splits)
+
+
+def _shares(files: list[FileEntries]) -> list[tuple[int, list[FileEntries]]]:
+    """(first row, files): runs of about equally many entries, one a core; ``files`` is emptied."""
+    ends = np.cumsum([f.columns.n for f in files])
+    workers = max(1, min(MOST_THREADS, cores(), len(files)))
+    wanted = np.linspace(0, ends[-1], workers + 1)[1:-1]
+    cuts = [0, *np.unique(np.searchsorted(ends, wanted, side="right")).tolist(), len(files)]
+    shares = [
+        (int(ends[lo - 1]) if lo else 0, files[lo:hi]) for lo, hi in pairwise(cuts) if hi > lo
+    ]
+    files.clear()
+    return shares
+
+
+_Splits: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""(row, size) of the tensors of all_to_all calls."""
+
+
+class _Part(NamedTuple):
+    """What a share of the files came to: its rows, and what is still to be put into them."""
+
+    first: int
+    end: int
+    pairs: npt.NDArray[np.int64]
+    """(communicator, rank, rank, hash) of the streams that two ranks have of their own."""
+    splits: list[_Splits]
+
+
+def _mapped(
+    first: int, files: list[FileEntries], tables: tuple[Any, ...], out: tuple[Any, ...]
+) -> _Part:
+    """Maps the entries of ``files``, which is emptied, to the rows from ``first`` on."""
     facts = np.zeros(kernel.FACTS, dtype=np.int64)
-    facts[kernel.SECRET] = SECRET
+    facts[kernel.SECRET], facts[kernel.OFFSET] = SECRET, first
     pairs = np.empty((64, 4), dtype=np.int64)
     table = np.full(256, -1, dtype=np.int32)
-    splits: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+    splits: list[_Splits] = []
     files.reverse()
     while files:
         file = files.pop()
@@ -125,35 +198,15 @@ def events(
         kernel.map_entries(
             columns.wide, columns.narrow, columns.bits, facts, file.name_op, file.text_dtype,
             np.array([c.index for c in dump.group_comms], dtype=np.int32), file.stack_of,
-            ops, types, of_comm, members, _CONSTS,
-            np.empty((len(dump.group_comms), 8), dtype=np.int64), found, pairs, table, split,
-            ints, longs, states, flags,
+            *tables, _CONSTS, np.empty((len(dump.group_comms), 8), dtype=np.int64), found, pairs,
+            table, split, *out,
         )  # fmt: skip
         if facts[kernel.N_SPLITS]:
             splits.extend(_split_sizes(split[: facts[kernel.N_SPLITS]], columns.numels))
-    n = int(facts[kernel.OFFSET])
-    stream = ints[kernel.O_STREAM, :n]
-    n_pairs = int(facts[kernel.N_PAIRS])
-    if n_pairs:
-        codes = np.array(
-            [strings.code(f"{comms[c].id}:{lo}-{hi}") for c, lo, hi, _ in pairs[:n_pairs].tolist()],
-            dtype=np.int32,
-        )
-        stream = np.where(stream <= -2, codes[np.maximum(-2 - stream, 0)], stream)
-    # columns without nulls are copied out, the others are when they get their nulls: no column of
-    # the frame keeps the whole block alive
-    columns_out: dict[str, Any] = {
-        name: ints[i, :n].copy() if i < _ALWAYS else ints[i, :n] for i, name in enumerate(_INTS)
-    }
-    columns_out |= {name: longs[i, :n] for i, name in enumerate(_LONGS)}
-    columns_out |= {"seq": longs[kernel.W_SEQ, :n].copy(), "stream": stream}
-    columns_out |= {"state": states[:n], "flags": flags[:n]}
-    return _frame(columns_out, splits)
+    return _Part(first, int(facts[kernel.OFFSET]), pairs[: facts[kernel.N_PAIRS]], splits)
 
 
-def _frame(
-    columns: dict[str, Any], splits: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
-) -> pl.DataFrame:
+def _frame(columns: dict[str, Any], splits: list[_Splits]) -> pl.DataFrame:
     """The frame: absent values become null, roots and splits are filled in."""
     _roots(columns)
     frame = pl.DataFrame(columns)
@@ -180,9 +233,7 @@ def _frame(
     return conform(frame, "events")
 
 
-def _split_sizes(
-    split: npt.NDArray[np.int64], numels: npt.NDArray[np.int64]
-) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+def _split_sizes(split: npt.NDArray[np.int64], numels: npt.NDArray[np.int64]) -> list[_Splits]:
     """(row, size) of every tensor of the all_to_all calls of one file."""
     rows, starts, counts = split.T
     # lists that a file shares between entries are counted once: a few bytes that fetch one long

@@ -13,12 +13,14 @@ Source: DESIGN.md sections 3 and 4, TRACE_FORMAT.md.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
-import numpy as np
 import polars as pl
+
+from dl2gpu.engine.arrays import plain
+from dl2gpu.trace.order_kernel import in_order
 
 __all__ = [
     "ANY",
@@ -480,56 +482,79 @@ _BIG: Final = 1 << 62
 """Counts and bytes above this are refused: sums over them would leave 64 bits."""
 
 
-def _event_rules(t: Trace) -> list[tuple[str, pl.Expr, str]]:
-    """(column, expression that is true where the row is WRONG, what was expected)."""
+class _Rule(NamedTuple):
+    """What a column of the event table must be; ``wrong`` is true in the rows that are not."""
+
+    column: str
+    expected: str
+    kept: Callable[[], bool]
+    """A quick look at the whole column: is the rule kept? May say no where it is."""
+    wrong: pl.Expr
+
+
+def _event_rules(t: Trace) -> list[_Rule]:
     n_strings = t.strings.height
 
-    def reference(column: str, size: int) -> tuple[str, pl.Expr, str]:
-        wrong = (pl.col(column) < 0) | (pl.col(column) >= size)
-        return column, wrong, f"null or 0..{size - 1}"
+    def within(column: str, low: int, high: int | None, expected: str) -> _Rule:
+        values = t.events[column]
+        wrong = pl.col(column) < low
+        if high is not None:
+            wrong |= pl.col(column) > high
 
-    def enum(column: str, values: Mapping[str, int]) -> tuple[str, pl.Expr, str]:
-        return column, pl.col(column) > max(values.values()), " | ".join(values)
+        def kept() -> bool:
+            if values.null_count() == len(values):
+                return True
+            return int(values.min()) >= low and (high is None or int(values.max()) <= high)  # type: ignore[arg-type]
 
-    def natural(column: str) -> tuple[str, pl.Expr, str]:
-        wrong = (pl.col(column) < 0) | (pl.col(column) > _BIG)
-        return column, wrong, f"null or 0..2^62 {column}"
+        return _Rule(column, expected, kept, wrong)
 
-    known = pl.col("op").is_in(list(OP.values()))
+    def reference(column: str, size: int) -> _Rule:
+        return within(column, 0, size - 1, f"null or 0..{size - 1}")
+
+    def natural(column: str) -> _Rule:
+        return within(column, 0, _BIG, f"null or 0..2^62 {column}")
+
+    def enum(column: str, values: Mapping[str, int]) -> _Rule:
+        return within(column, 0, max(values.values()), " | ".join(values))
+
+    def rank(column: str, low: int, expected: str) -> _Rule:
+        return within(column, low, None, expected)
+
+    codes = list(OP.values())
+    known = pl.col("op").is_in(codes)
     other = (pl.col("op") >= OP_OTHER) & (pl.col("op") < OP_OTHER + n_strings)
-    collective = pl.col("op") >= OP["all_reduce"]
+    collective = (pl.col("op") >= OP["all_reduce"]) & (pl.col("op") != OP["finalize"])
     return [
         reference("job", t.jobs.height),
-        ("rank", pl.col("rank") < 0, "a global rank, 0 or more"),
-        ("lane", pl.col("lane") < 0, "0 or more"),
-        ("op", ~(known | other), "a code of the op catalogue"),
+        rank("rank", 0, "a global rank, 0 or more"),
+        rank("lane", 0, "0 or more"),
+        _Rule(
+            "op", "a code of the op catalogue",
+            lambda: set(codes).issuperset(t.events["op"].unique().to_list()), ~(known | other),
+        ),
         reference("comm", t.comms.height),
         reference("new_comm", t.comms.height),
         reference("stack", t.stacks.height),
         reference("stream", n_strings),
         reference("reduce_op", n_strings),
-        ("comm", collective & (pl.col("op") != OP["finalize"]) & pl.col("comm").is_null(),
-         "a communicator for a collective"),
-        ("peer", pl.col("peer") < ANY, "a global rank, ANY (-1) or null"),
-        ("recv_peer", pl.col("recv_peer") < ANY, "a global rank, ANY (-1) or null"),
-        ("root", pl.col("root") < 0, "a global rank or null"),
+        _Rule(
+            "comm", "a communicator for a collective",
+            lambda: not t.events["comm"].null_count(), collective & pl.col("comm").is_null(),
+        ),
+        rank("peer", ANY, "a global rank, ANY (-1) or null"),
+        rank("recv_peer", ANY, "a global rank, ANY (-1) or null"),
+        rank("root", 0, "a global rank or null"),
         natural("count"), natural("count_out"), natural("bytes"), natural("ordinal"),
         enum("mode", MODE), enum("send_mode", SEND_MODE), enum("state", STATE),
     ]  # fmt: skip
 
 
-def _increasing(events: pl.DataFrame, key: Sequence[str]) -> bool:
-    """Are the rows strictly increasing by ``key``?
+def _increasing(events: pl.DataFrame) -> bool:
+    """Are the rows strictly increasing by (job, rank, seq, lane)?
 
     Readers mostly deliver them so: then no two are equal, and no dearer look is needed.
     """
-    later = np.zeros(events.height - 1, dtype=bool)
-    equal = np.ones(events.height - 1, dtype=bool)
-    for name in key:
-        values = events[name].to_numpy()
-        later |= equal & (values[1:] > values[:-1])
-        equal &= values[1:] == values[:-1]
-    return bool(later.all())
+    return bool(in_order(*(plain(events[name]) for name in ("job", "rank", "seq", "lane"))))
 
 
 def validate(trace: Trace, source: str = "trace") -> Trace:
@@ -574,20 +599,18 @@ def validate(trace: Trace, source: str = "trace") -> Trace:
     events = trace.events
     if events.is_empty():
         return trace
-    rules = _event_rules(trace)
-    bad = events.select(
-        wrong.fill_null(False).any().alias(str(i)) for i, (_, wrong, _) in enumerate(rules)
-    )
-    for i, (column, wrong, expected) in enumerate(rules):
-        if bad.item(0, str(i)):
-            rows = events.with_row_index("__row").filter(wrong)
+    for column, expected, kept, wrong in _event_rules(trace):
+        if kept():
+            continue
+        rows = events.with_row_index("__row").filter(wrong.fill_null(False))
+        if rows.height:
             row = rows.row(0, named=True)
             raise SchemaError(
                 f"{source}: row {row['__row']} (rank {row['rank']}, lane {row['lane']}, "
                 f"seq {row['seq']}), column {column}: expected {expected}, found {row[column]}"
             )
     key = ["job", "rank", "lane", "seq"]
-    if not _increasing(events, key) and (
+    if not _increasing(events) and (
         events.select(pl.struct(key).n_unique()).item() != events.height
     ):
         twice = events.group_by(key).len().filter(pl.col("len") > 1).sort(key).row(0, named=True)
