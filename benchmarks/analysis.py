@@ -22,6 +22,7 @@ import polars as pl
 from dl2gpu.analysis.matching import match
 from dl2gpu.analysis.replay import Scenario, build, run
 from dl2gpu.analysis.roots import find_causes
+from dl2gpu.analysis.shares import over_shares
 from dl2gpu.analysis.waitfor import build_graph
 from dl2gpu.trace.schema import EXIT, OP, StringTable, Trace, conform
 
@@ -135,10 +136,12 @@ def corpus(events: int, jobs: int, hung: float = 0.1) -> Trace:
 
 def analysis(trace: Trace) -> int:
     """Matching, replay, wait-for graph and components; the number of causes found."""
-    m = match(trace)
-    p = build(m)
-    fix = run(p, Scenario())
-    return len(find_causes(build_graph(p, fix)))
+
+    def causes(share: Trace) -> int:
+        p = build(match(share))
+        return len(find_causes(build_graph(p, run(p, Scenario()))))
+
+    return sum(found for _, found in over_shares(trace, causes))
 
 
 def floor(trace: Trace) -> Callable[[], object]:

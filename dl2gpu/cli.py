@@ -310,6 +310,8 @@ def _errors(verbose: bool) -> Iterator[None]:
 
 def main() -> NoReturn:
     """Entry point of the command ``dl2gpu``. Does not return: the process ends with its status."""
+    # NumPy's linear algebra starts threads that wait busily, on cores that the scan can use
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # the importing of modules makes objects by the hundred thousand, and no garbage to look for
     gc.set_threshold(200_000, 20, 20)
     status: object = 0

@@ -52,28 +52,28 @@ UNSIZED: Final = 128
 
 
 @kernel
-def unnumbered(lo: int, hi: int, op: Int32s, comm: Int32s, ordinal: Int64s, missing: Bools) -> None:
+def unnumbered(op: Int32s, comm: Int32s, ordinal: Int64s, missing: Bools) -> None:
     """Marks in ``missing`` bool[comms] the communicators with a collective that has no ordinal."""
-    for e in range(lo, hi):
+    for e in range(len(op)):
         if op[e] >= _FIRST_COLLECTIVE and comm[e] >= 0 and (len(ordinal) == 0 or ordinal[e] < 0):
             missing[comm[e]] = True
 
 
 @kernel
 def number(
-    lo: int, hi: int, op: Int32s, comm: Int32s, r: UInt32s, ordinal: Int64s, count: Int64s,
+    op: Int32s, comm: Int32s, r: UInt32s, ordinal: Int64s, count: Int64s,
     count_out: Int64s, missing: Bools, lost: Bools, size: Int32s, nccl: Bools,
     owner: Int64s, seen: Int64s, last: Int64s, times: Int64s,
     k: Int64s, copy: Int32s, alone: Bools, low: Int64s, high: Int64s,
 ) -> int:  # fmt: skip
-    """Numbers the collectives of the rows lo..hi; returns the largest repetition of a number.
+    """Numbers the collectives; returns the largest repetition of a number.
 
     ``k`` int64[n] ordinal or NULL, ``copy`` int32[n] how often the rank used the number just
     before, ``alone`` bool[n]; ``low``/``high`` int64[comms] range of ordinals.
     ``owner``, ``seen``, ``last``, ``times`` int64[comms] are scratch; owner starts at -1.
     """
     most = 0
-    for e in range(lo, hi):
+    for e in range(len(op)):
         if op[e] < _FIRST_COLLECTIVE:
             continue
         c = comm[e]
@@ -128,7 +128,7 @@ def _differ(first: Any, v: Any, value: Any, bits: Any, bit: Any) -> Any:
 
 @kernel
 def fold(
-    lo: int, hi: int, op: Int32s, comm: Int32s, root: Int32s, nbytes: Int64s, count: Int64s,
+    op: Int32s, comm: Int32s, root: Int32s, nbytes: Int64s, count: Int64s,
     dtype: Int32s, reduce_op: Int32s, new_comm: Int32s, split: Bools, flags: UInt32s, done: Bools,
     k: Int64s, copy: Int32s, alone: Bools,
     base: Int64s, low: Int64s, copies: int, any_sizes: Bools, sized: Bools,
@@ -136,12 +136,12 @@ def fold(
     node_k: Int64s, f_op: Int64s, f_root: Int64s, f_bytes: Int64s, f_count: Int64s, f_dtype: Int64s,
     f_reduce: Int64s, f_new: Int64s,
 ) -> None:  # fmt: skip
-    """Gives the rows lo..hi their node and folds their signatures into it.
+    """Gives the collectives their node and folds their signatures into it.
 
     ``f_*`` int64[nodes] hold the first known value of each aspect; ``bits`` uint8[nodes] the
     aspects that differ, and whether some member does not know its bytes.
     """
-    for e in range(lo, hi):
+    for e in range(len(op)):
         o = op[e]
         if o < _FIRST_COLLECTIVE or alone[e]:
             continue
@@ -182,11 +182,11 @@ def fold(
 
 @kernel
 def roles(
-    lo: int, hi: int, op: Int32s, rank: Int32s, root: Int32s, node: Int32s, f_root: Int64s,
+    op: Int32s, rank: Int32s, root: Int32s, node: Int32s, f_root: Int64s,
     role: Int8s,
 ) -> None:  # fmt: skip
-    """``role`` int8[n]: 1 member, 2 root, for the collectives of the rows lo..hi."""
-    for e in range(lo, hi):
+    """``role`` int8[n]: 1 member, 2 root, for the collectives."""
+    for e in range(len(op)):
         o = op[e]
         if o < _FIRST_COLLECTIVE:
             continue

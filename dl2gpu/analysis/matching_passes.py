@@ -1,12 +1,9 @@
-"""Matching by passes along the rows: drives ``matching_kernel``, in parallel over jobs."""
+"""Matching by passes along the rows: drives ``matching_kernel``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import polars as pl
@@ -16,7 +13,6 @@ from dl2gpu.analysis.matching_plan import lossy_ranks, lost_comms, no_nodes
 from dl2gpu.analysis.signatures import SIZED
 from dl2gpu.analysis.tables import KIND, NCCL_LIKE, ROLE, Prepared, dtype_widths
 from dl2gpu.engine.arrays import Array, codes, flags, plain
-from dl2gpu.engine.cores import cores
 from dl2gpu.trace.schema import ANY, OP
 
 __all__ = ["Columns", "Placed", "pass_collectives", "pass_messages"]
@@ -79,28 +75,6 @@ class Placed:
         )
 
 
-def shares(p: Prepared) -> list[tuple[int, int]]:
-    """Ranges of rows, each of whole jobs, about two for each processor."""
-    job = p.events["job"].to_numpy()
-    n = len(job)
-    if not n:
-        return []
-    parts = 2 * cores()
-    wanted = job[np.linspace(0, n - 1, parts + 1).astype(np.int64)[1:-1]]
-    cuts = np.unique(np.searchsorted(job, wanted))
-    edges = [0, *[int(c) for c in cuts if 0 < c < n], n]
-    return list(pairwise(edges))
-
-
-def over_jobs(p: Prepared, call: Callable[[int, int], Any]) -> list[Any]:
-    """``call(lo, hi)`` for ranges of rows of whole jobs, in threads."""
-    ranges = shares(p)
-    if len(ranges) <= 1 or p.events.height < 50_000:
-        return [call(lo, hi) for lo, hi in ranges]
-    with ThreadPoolExecutor(cores()) as pool:
-        return list(pool.map(lambda r: call(*r), ranges))
-
-
 @cache
 def _sized_table() -> Array:
     table = np.zeros(64, np.bool_)
@@ -123,7 +97,7 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
     ordinal, count, count_out = c["ordinal"], c["count"], c["count_out"]
 
     missing = np.zeros(n_comms, np.bool_)
-    over_jobs(p, lambda lo, hi: kernel.unnumbered(lo, hi, op, comm, ordinal, missing))
+    kernel.unnumbered(op, comm, ordinal, missing)
     lost = np.zeros(n_comms, np.bool_)
     if missing.any():
         lost[lost_comms(p).to_numpy()] = True
@@ -132,14 +106,11 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
     low = np.full(n_comms, np.iinfo(np.int64).max)
     high = np.full(n_comms, -1, np.int64)
     copy = np.zeros(len(op), np.int32)
-    most = over_jobs(
-        p,
-        lambda lo, hi: kernel.number(
-            lo, hi, op, comm, r, ordinal, count, count_out, missing, lost, size, nccl,
-            owner, seen, last, times, out.k, copy, out.alone, low, high,
-        ),
+    most = kernel.number(
+        op, comm, r, ordinal, count, count_out, missing, lost, size, nccl,
+        owner, seen, last, times, out.k, copy, out.alone, low, high,
     )  # fmt: skip
-    copies = max(most, default=0) + 1
+    copies = most + 1
     used = high >= 0
     width = np.where(used, high - np.where(used, low, 0) + 1, 0)
     total = sum(width.tolist()) * copies
@@ -155,22 +126,16 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
     kind, bits = np.zeros(total, np.int8), np.zeros(total, np.uint8)
     node_k = np.zeros(total, np.int64)
     first = [np.full(total, -1, np.int64) for _ in range(7)]
-    over_jobs(
-        p,
-        lambda lo, hi: kernel.fold(
-            lo, hi, op, comm, c["root"], c["bytes"], count, c["dtype"], c["reduce_op"],
-            c["new_comm"], c["split"], c["flags"], c["done"], k, copy, out.alone,
-            base, low, copies, any_sizes, _sized_table(),
-            out.node, present, finished, kind, bits, node_comm, node_k, *first,
-        ),
+    kernel.fold(
+        op, comm, c["root"], c["bytes"], count, c["dtype"], c["reduce_op"],
+        c["new_comm"], c["split"], c["flags"], c["done"], k, copy, out.alone,
+        base, low, copies, any_sizes, _sized_table(),
+        out.node, present, finished, kind, bits, node_comm, node_k, *first,
     )  # fmt: skip
     if k is not out.k:
         placed = np.flatnonzero(out.node >= 0)
         node_k[out.node[placed]] = out.k[placed]
-    over_jobs(
-        p,
-        lambda lo, hi: kernel.roles(lo, hi, op, c["rank"], c["root"], out.node, first[1], out.role),
-    )
+    kernel.roles(op, c["rank"], c["root"], out.node, first[1], out.role)
     hard = bits & (kernel.DIFF_OP | kernel.DIFF_ROOT | kernel.DIFF_BYTES | kernel.DIFF_NEW)
     unsized = (bits & kernel.DIFF_COUNT > 0) & (bits & kernel.UNSIZED > 0)
     return pl.DataFrame(

@@ -1,12 +1,11 @@
 """Replay: how far each rank can get.
 
 ``Program`` is a matched trace as flat arrays; ``run`` takes it to the least fixpoint of the rules
-of DESIGN.md section 4 under a ``Scenario``, in parallel over jobs (the kernel releases the GIL).
+of DESIGN.md section 4 under a ``Scenario``; the kernel releases the GIL.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -17,7 +16,6 @@ from dl2gpu.analysis import replay_kernel
 from dl2gpu.analysis.matching import Matching
 from dl2gpu.analysis.tables import NCCL_LIKE, ROLE
 from dl2gpu.engine.arrays import Array, codes, flags, plain
-from dl2gpu.engine.cores import cores
 from dl2gpu.trace.schema import MODE, OP, SEND_MODE, Trace
 
 __all__ = ["Fixpoint", "Program", "Scenario", "build", "replay", "run"]
@@ -375,14 +373,10 @@ def layout(p: Program, scenario: Scenario) -> Layout:
     )
 
 
-def run(
-    p: Program, scenario: Scenario, jobs: Array | None = None, workers: int | None = None
-) -> Fixpoint:
+def run(p: Program, scenario: Scenario, jobs: Array | None = None) -> Fixpoint:
     """The least fixpoint of the given jobs (default: all).
 
-    Args:
-        jobs: int32 numbers of the jobs to run; the others stay untouched (nothing issued).
-        workers: threads; default the number of processors.
+    ``jobs`` int32: their numbers; the others stay untouched (nothing issued).
     """
     lay = layout(p, scenario)
     k = p.kernel
@@ -406,30 +400,21 @@ def run(
     # how far each mailbox is behind us
     take_at, send_at = k["take_start"][:-1].copy(), k["send_start"][:-1].copy()
 
-    def work(part: Array) -> None:
-        replay_kernel.run(
-            part, p.job_event, job_lane, job_queue, k["job_box"],
-            lay.lane_of, lay.lane_next, lay.lane_first,
-            lay.queue_of, lay.queue_next, lay.queue_first,
-            lay.unit_of, lay.unit_first, lay.unit_size,
-            k["host_blocks"], k["wait_kind"], wait_left, k["dep_start"], k["dep_wait"],
-            k["node1"], k["node2"], k["role"], eager, k["alone"], done,
-            k["node_start"], k["node_part"], k["node_kind"], k["node_need"], k["node_blocks"],
-            k["take_start"], k["take_event"], k["take_one"], k["send_start"], k["send_event"],
-            p.rank_of, k["peer"], k["tag"], k["recv_peer"], k["recv_tag"],
-            scenario.early_release, scenario.atomic_batch, scenario.wild_high,
-            issued, started, completed, lane_at, queue_at, partner, *scratch, take_at, send_at,
-            *replay_kernel.stacks(part, p.job_event, job_lane, job_queue),
-        )  # fmt: skip
-
     chosen = np.arange(n_jobs, dtype=np.int32) if jobs is None else jobs.astype(np.int32)
-    threads = min(workers or cores(), len(chosen))
-    if threads <= 1:
-        if len(chosen):
-            work(chosen)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, _shares(chosen, p.job_event, threads)))
+    replay_kernel.run(
+        chosen, p.job_event, job_lane, job_queue, k["job_box"],
+        lay.lane_of, lay.lane_next, lay.lane_first,
+        lay.queue_of, lay.queue_next, lay.queue_first,
+        lay.unit_of, lay.unit_first, lay.unit_size,
+        k["host_blocks"], k["wait_kind"], wait_left, k["dep_start"], k["dep_wait"],
+        k["node1"], k["node2"], k["role"], eager, k["alone"], done,
+        k["node_start"], k["node_part"], k["node_kind"], k["node_need"], k["node_blocks"],
+        k["take_start"], k["take_event"], k["take_one"], k["send_start"], k["send_event"],
+        p.rank_of, k["peer"], k["tag"], k["recv_peer"], k["recv_tag"],
+        scenario.early_release, scenario.atomic_batch, scenario.wild_high,
+        issued, started, completed, lane_at, queue_at, partner, *scratch, take_at, send_at,
+        *replay_kernel.stacks(chosen, p.job_event, job_lane, job_queue),
+    )  # fmt: skip
     return Fixpoint(scenario, issued, started, completed, lane_at, queue_at, partner, lay)
 
 
@@ -450,13 +435,6 @@ def _eager(p: Program, scenario: Scenario) -> Array:
         small = (size >= 0) & (size <= scenario.eager_bytes)
     out: Array = (how == SEND_MODE["buffered"]) | (small & (how != SEND_MODE["synchronous"]))
     return out
-
-
-def _shares(jobs: Array, job_event: Array, threads: int) -> list[Array]:
-    """Runs of jobs with about the same number of events, four for each thread."""
-    sizes = np.cumsum(job_event[jobs + 1] - job_event[jobs])
-    cuts = np.searchsorted(sizes, np.linspace(0, sizes[-1], 4 * threads + 1)[1:-1])
-    return [part for part in np.split(jobs, np.unique(cuts)) if len(part)]
 
 
 def replay(trace: Trace, matching: Matching, scenario: Scenario | None = None) -> pl.DataFrame:

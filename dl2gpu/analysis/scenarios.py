@@ -64,7 +64,7 @@ def runs(p: Program, job: int, eager_bytes: int, early_release: bool) -> bool:
     """Does the job run to its end with these buffers?"""
     lo, hi = p.job_event[job], p.job_event[job + 1]
     scenario = Scenario(eager_bytes=eager_bytes, early_release=early_release)
-    fix = run(p, scenario, np.array([job], dtype=np.int32), 1)
+    fix = run(p, scenario, np.array([job], dtype=np.int32))
     return bool(fix.completed[lo:hi].all())
 
 

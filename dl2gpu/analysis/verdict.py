@@ -22,6 +22,7 @@ from dl2gpu.analysis.matching import Matching, match
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, build, run
 from dl2gpu.analysis.roots import find_causes
+from dl2gpu.analysis.shares import over_shares
 from dl2gpu.analysis.waitfor import build_graph
 from dl2gpu.analysis.wording import advice_for, summary_of
 from dl2gpu.trace.schema import Trace
@@ -54,12 +55,16 @@ def analyse(trace: Trace, workers: int | None = None) -> Analysis:
 
     Args:
         trace: the event table and its side tables, many jobs at once.
-        workers: threads for the replay; default the number of processors.
+        workers: threads; default one a core.
     """
-    return analyse_matched(match(trace), workers)
+    shares = over_shares(trace, lambda share: analyse_matched(match(share)), workers)
+    return Analysis(
+        [f | {"job": f["job"] + first} for first, found in shares for f in found.findings],
+        pl.concat([found.jobs.with_columns(pl.col("job") + first) for first, found in shares]),
+    )
 
 
-def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
+def analyse_matched(m: Matching) -> Analysis:
     """All findings of a matched trace."""
     p = build(m)
     names = Names(m)
@@ -72,7 +77,7 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
     # post-mortem evidence: completed operations are facts, and states decide about buffering
     seen = everyone[by_states]
     if len(seen):
-        fix = run(p, Scenario(atomic_batch=True), seen, workers)
+        fix = run(p, Scenario(atomic_batch=True), seen)
         issued |= fix.issued
         graph = build_graph(p, fix)
         causes = find_causes(graph)
@@ -88,7 +93,7 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
     # program order: the replay decides; then the readings that the order leaves open
     planned = everyone[~by_states]
     if len(planned):
-        fix = run(p, Scenario(use_records=True), planned, workers)
+        fix = run(p, Scenario(use_records=True), planned)
         issued |= fix.issued
         graph = build_graph(p, fix)
         causes = find_causes(graph)
@@ -99,7 +104,6 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
                 p,
                 Scenario(eager_bytes=Scenario.INFINITE, early_release=True, use_records=True),
                 stuck,
-                workers,
             )
         drafts: list[Finding] = []
         for cause in causes:
@@ -110,7 +114,7 @@ def analyse_matched(m: Matching, workers: int | None = None) -> Analysis:
         if lenient is not None:
             findings += _hidden(p, names, lenient, drafts, stuck)
         calm = np.setdiff1d(planned, stuck).astype(np.int32)
-        findings += _potentials(p, names, calm, workers)
+        findings += _potentials(p, names, calm)
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
     findings += _passed_mismatches(p, names, findings)
@@ -158,7 +162,7 @@ def _hidden(
     return out
 
 
-def _potentials(p: Program, names: Names, calm: Array, workers: int | None) -> list[Finding]:
+def _potentials(p: Program, names: Names, calm: Array) -> list[Finding]:
     """Readings under which a job that runs through would stop."""
     out: list[Finding] = []
     for scenario, condition, jobs in scenarios.plausible(p, calm):
@@ -166,7 +170,7 @@ def _potentials(p: Program, names: Names, calm: Array, workers: int | None) -> l
         todo = np.array([j for j in jobs if j not in done], dtype=np.int32)
         if not len(todo):
             continue
-        fix = run(p, scenario, todo, workers)
+        fix = run(p, scenario, todo)
         graph = build_graph(p, fix)
         for cause in find_causes(graph):
             made = findings_of(p, names, graph, cause, "proven", {})

@@ -15,8 +15,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final, NamedTuple
 
+import numpy as np
 import polars as pl
 
 from dl2gpu.engine.arrays import plain
@@ -51,6 +53,7 @@ __all__ = [
     "one_job",
     "op_code",
     "op_name",
+    "split",
     "validate",
 ]
 
@@ -438,25 +441,38 @@ def concat(traces: Sequence[Trace]) -> Trace:
 
 
 def one_job(trace: Trace, job: int) -> Trace:
-    """The tables of one job; its communicators are renumbered, stacks and strings stay."""
-    here = pl.col("job") == job
-    comms = trace.comms.filter(here).sort("comm")
-    number = pl.Series(range(comms.height), dtype=pl.Int32)
+    """The tables of one job; see :func:`split`."""
+    return split(trace, [job, job + 1])[0]
 
-    def renumbered(column: str) -> pl.Expr:
-        return pl.col(column).replace_strict(comms["comm"], number, default=None)
 
-    only = pl.lit(0, pl.Int32).alias("job")
-    return dataclasses.replace(
-        trace,
-        jobs=trace.jobs.filter(here).with_columns(only),
-        ranks=trace.ranks.filter(here).with_columns(only),
-        events=trace.events.filter(here).with_columns(
-            only, renumbered("comm"), renumbered("new_comm")
-        ),
-        status=trace.status.filter(here).with_columns(only, renumbered("comm")),
-        comms=comms.with_columns(only, comm=number),
-    )
+def split(trace: Trace, cuts: Sequence[int]) -> list[Trace]:
+    """The tables of the jobs from one cut to the next, for each but the last.
+
+    Jobs and communicators are numbered from 0 in each part, stacks and strings stay. Where the
+    rows of a table come job by job they are not copied.
+    """
+    parts: list[Trace] = []
+    sources = {name: f for name, f in trace.tables().items() if "job" in f.columns}
+    ordered = {name for name, frame in sources.items() if frame["job"].is_sorted()}
+    for first, end in pairwise(cuts):
+        tables = {}
+        for name, frame in sources.items():
+            if name in ordered:
+                lo, hi = np.searchsorted(frame["job"].to_numpy(), [first, end])
+                part = frame[int(lo) : int(hi)]
+            else:
+                part = frame.filter(pl.col("job").is_between(first, end - 1))
+            tables[name] = part.with_columns(pl.col("job") - first)
+        comms = tables["comms"].sort("comm")
+        number = np.full(trace.comms.height, -1, dtype=np.int32)
+        number[comms["comm"].to_numpy()] = np.arange(comms.height, dtype=np.int32)
+        of_comm = pl.Series(number)
+        tables["comms"] = comms.with_columns(comm=_gather(comms["comm"], of_comm))
+        for name, columns in (("events", ("comm", "new_comm")), ("status", ("comm",))):
+            frame = tables[name]
+            tables[name] = frame.with_columns(_gather(frame[c], of_comm) for c in columns)
+        parts.append(dataclasses.replace(trace, **tables))
+    return parts
 
 
 def _gather(codes: pl.Series, table: pl.Series) -> pl.Series:
