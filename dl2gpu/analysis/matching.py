@@ -18,6 +18,7 @@ import polars as pl
 from dl2gpu.analysis.matching_passes import Columns, Placed, pass_collectives, pass_messages
 from dl2gpu.analysis.matching_plan import attach, plan_collectives, plan_messages
 from dl2gpu.analysis.tables import Prepared, is_collective, is_lossy, prepare
+from dl2gpu.engine.arrays import plain
 from dl2gpu.trace.schema import EXIT, FLAG, OP, Trace
 
 __all__ = ["Matching", "match", "match_prepared", "passed_members"]
@@ -74,7 +75,9 @@ def match_prepared(p: Prepared, *, by_plan: bool = False) -> Matching:
         else:
             message_nodes = passed
             events = p.events.with_columns(placed.series())
-    nodes = pl.concat([coll_nodes, message_nodes], how="diagonal").sort("node")
+    nodes = pl.concat([coll_nodes, message_nodes], how="diagonal")
+    if not nodes["node"].is_sorted():
+        nodes = nodes.sort("node")
     nodes = _uneven(p, events, nodes)
     late = _late(p, events)
     if late.height:
@@ -94,35 +97,33 @@ def needs(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
     past, counts as come.
     """
     unknown = p.comms.filter(pl.col("size") == 0)["comm"]
-    seen = (
+    users = (
         p.events.lazy()
         .filter(pl.col("comm").is_in(unknown.implode()) & is_collective(pl.col("op")))
         .group_by("comm")
-        .agg(users=pl.col("rank").n_unique())
-    )
-    nodes = (
-        nodes.lazy()
-        .join(p.comms.lazy().select("comm", "job", "size"), on="comm", how="left")
-        .join(seen, on="comm", how="left")
-        .with_columns(
-            members=pl.when(pl.col("size") > 0).then("size").otherwise("users").cast(pl.Int32)
-        )
-        .drop("size", "users")
+        .agg(users=pl.col("rank").n_unique().cast(pl.Int32))
         .collect()
     )
+    members = plain(p.comms["size"]).copy()
+    members[users["comm"].to_numpy()] = users["users"].to_numpy()
+    # communicators are numbered as they lie in their table
+    of = nodes["comm"].to_numpy()
+    nodes = nodes.with_columns(job=p.comms["job"].gather(of), members=pl.Series(members[of]))
     short = nodes.filter(pl.col("present") < pl.col("members"))
     if short.is_empty():
         return nodes.with_columns(need=pl.col("members"), passed=pl.lit(0, pl.Int32))
     passed = passed_members(p, short).group_by("node").agg(passed=pl.len().cast(pl.Int32))
-    return (
-        nodes.join(passed, on="node", how="left")
-        .with_columns(pl.col("passed").fill_null(0))
-        .with_columns(
-            need=pl.when(pl.col("present") + pl.col("passed") >= pl.col("members"))
-            .then("present")
-            .otherwise(-1)
-            .cast(pl.Int32)
+    if passed.is_empty():
+        nodes = nodes.with_columns(passed=pl.lit(0, pl.Int32))
+    else:
+        nodes = nodes.join(passed, on="node", how="left", maintain_order="left").with_columns(
+            pl.col("passed").fill_null(0)
         )
+    return nodes.with_columns(
+        need=pl.when(pl.col("present") + pl.col("passed") >= pl.col("members"))
+        .then("present")
+        .otherwise(-1)
+        .cast(pl.Int32)
     )
 
 

@@ -37,7 +37,10 @@ class Columns:
 
     def at(self, name: str, rows: Array, null: int = -1) -> Array:
         """The column at some rows, filled where it is null."""
-        return codes(self._events[name].gather(rows), null)
+        column = self._events[name]
+        if column.null_count() == len(column):
+            return np.full(len(rows), null, column.head(0).to_numpy().dtype)
+        return codes(column.gather(rows), null)
 
 
 class Placed:

@@ -126,17 +126,21 @@ def build(m: Matching) -> Program:
     is_wait = op == OP["wait"]
     wait_left = np.zeros(n, np.int32)
     wait_kind = np.zeros(n, np.uint8)
-    if is_wait.any():
-        waits = _wait_pairs(m, is_wait, stream)
+    rows = np.flatnonzero(is_wait)
+    if len(rows):
+        # the length of a null list is null, which is "all" for a wait
+        everything = (e["requests"].gather(rows).list.len().fill_null(0) == 0).to_numpy()
+        waits = _wait_pairs(m, rows, everything, stream)
         target, wait = waits["target"].to_numpy(), waits["wait"].to_numpy().astype(np.int32)
         dep_start, dep_item = replay_kernel.bucket(target.astype(np.int64), n)
         dep_wait = wait[dep_item]
         wait_left = np.bincount(wait, minlength=n).astype(np.int32)
-        any_mode = (codes(e["mode"], null=0) != MODE["all"]) & is_wait
+        any_mode = rows[codes(e["mode"].gather(rows), null=0) != MODE["all"]]
         wait_left[any_mode] = np.minimum(wait_left[any_mode], 1)
-        wait_kind[is_wait] = 1
+        wait_kind[rows] = 1
         # an empty list on a host wait that does not block waits for nothing
-        wait_kind[is_wait & (stream < 0) & _waits_for_all(e) & flags(e["blocking"])] = 2
+        blocking = flags(e["blocking"].gather(rows))
+        wait_kind[rows[(stream[rows] < 0) & everything & blocking]] = 2
     else:
         waits = _no_pairs()
         dep_start, dep_wait = np.zeros(n + 1, np.int32), np.zeros(0, np.int32)
@@ -254,33 +258,29 @@ def _dense(values: Array) -> Array:
     return dense
 
 
-def _waits_for_all(e: pl.DataFrame) -> Array:
-    # the length of a null list is null, which is "all" for a wait
-    out: Array = e["requests"].list.len().fill_null(0).to_numpy() == 0
-    return out
-
-
 def _no_pairs() -> pl.DataFrame:
     return pl.DataFrame(schema={"wait": pl.UInt32, "target": pl.UInt32})
 
 
-def _wait_pairs(m: Matching, is_wait: Array, stream: Array) -> pl.DataFrame:
-    """(wait, target): named requests, and everything before a wait that stands on a stream."""
+def _wait_pairs(m: Matching, rows: Array, everything: Array, stream: Array) -> pl.DataFrame:
+    """(wait, target): named requests, and everything before a wait that stands on a stream.
+
+    ``rows`` are those of the waits, ``everything`` says of each whether it names no request.
+    """
     e = m.events
     pairs = _no_pairs()
     named = (
-        e.lazy()
-        .filter(pl.Series(is_wait) & (pl.col("requests").list.len() > 0))
-        .select("i", "r", "lane", request="requests")
+        e.select("i", "r", "lane", request="requests")[rows[~everything]]
         .explode("request", empty_as_null=False)
         .filter(pl.col("request").is_not_null())
         .unique()
-        .collect()
     )
     if named.height:
-        pairs = _named_pairs(e.filter(pl.col("request").is_not_null() & ~pl.Series(is_wait)), named)
-    on_stream = is_wait & (stream >= 0) & _waits_for_all(e)
-    return pl.concat([pairs, _pairs_of_all(e, on_stream)]) if on_stream.any() else pairs
+        wait = np.zeros(e.height, np.bool_)
+        wait[rows] = True
+        pairs = _named_pairs(e.filter(pl.col("request").is_not_null() & ~pl.Series(wait)), named)
+    on_stream = rows[(stream[rows] >= 0) & everything]
+    return pl.concat([pairs, _pairs_of_all(e, on_stream)]) if len(on_stream) else pairs
 
 
 def _pairs_of_all(e: pl.DataFrame, waits: Array) -> pl.DataFrame:
@@ -295,8 +295,7 @@ def _pairs_of_all(e: pl.DataFrame, waits: Array) -> pl.DataFrame:
     place = lanes.astype(np.int64) * n + np.arange(n)
     targets = np.flatnonzero((e["stream"].is_not_null() | ~e["blocking"]).fill_null(False))
     targets = targets[np.argsort(place[targets])]
-    at = np.flatnonzero(waits)
-    at = at[np.argsort(place[at])]
+    at = waits[np.argsort(place[waits])]
     known = (e["done"] | e["passed"]).fill_null(False).to_numpy()[at]
     before = (
         pl.DataFrame({"lane": lanes[at], "wait": at, "open": np.where(known, -1, at)})

@@ -78,15 +78,16 @@ class Graph:
     silent_at: Array
 
 
-def open_nodes(p: Program, fix: Fixpoint) -> Array:
-    """bool[nodes]: some part has started and is not complete."""
-    n_nodes = p.matching.nodes.height
-    waiting = fix.started & ~fix.completed
-    out = np.zeros(n_nodes, np.bool_)
-    for name in ("node1", "node2"):
-        node = p.kernel[name]
-        out[node[waiting & (node >= 0)]] = True
-    return out
+def unfinished(fix: Fixpoint) -> Array:
+    """Events that were issued and are not complete."""
+    return np.flatnonzero(fix.issued & ~fix.completed)
+
+
+def open_nodes(p: Program, fix: Fixpoint, pending: Array) -> Array:
+    """Operations of which some part has started and is not complete, in order."""
+    waiting = pending[fix.started[pending]]
+    node = np.concatenate([p.kernel[name][waiting] for name in ("node1", "node2")])
+    return np.unique(node[node >= 0]).astype(np.int64)
 
 
 def _expand(start: Array, item: Array, keys: Array, owner: Array) -> tuple[Array, Array]:
@@ -108,6 +109,7 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
     rank0 = node0 + n_nodes
     size = rank0 + n_ranks
     edges: list[tuple[Array, Array]] = []
+    pending = unfinished(fix)
 
     lane_stuck = fix.lane_at >= 0
     queue_head = fix.queue_at
@@ -119,7 +121,7 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
 
     # --- places that stand in a wait: the operations it waits for
     is_wait = k["wait_kind"][stands] > 0
-    named = _wait_targets(p, fix, stands[is_wait], place[is_wait])
+    named = _wait_targets(p, fix, pending, stands[is_wait], place[is_wait])
     # --- places that stand in an operation (or a batch): itself
     heads = (place[~is_wait], stands[~is_wait])
     owner = np.concatenate([named[0], heads[0]])
@@ -145,7 +147,7 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
         edges.append((owner[has], node0 + node[has].astype(np.int64)))
 
     # --- nodes: members that are recorded but have not come
-    nodes = np.flatnonzero(open_nodes(p, fix)).astype(np.int64)
+    nodes = open_nodes(p, fix, pending)
     v, part = _expand(k["node_start"], k["node_part"], nodes, nodes)
     x = part >> 1
     late = ~fix.started[x] & (k["role"][x] != ROLE["probe"])
@@ -196,14 +198,13 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
     more_src, more_dst = rank0 + lay.queue_rank[queues].astype(np.int64), queue0 + queues
     # the same where operations are the host's own, and whether it waits for them is not recorded
     silent_at = np.full(n_ranks, -1, np.int64)
-    pending = np.flatnonzero(
-        fix.started & ~fix.completed & (lay.queue_of < 0) & ~k["host_blocks"] & silent[p.r]
-    )
-    silent_at[p.r[pending[::-1]]] = pending[::-1]
+    free = pending[fix.started[pending] & (lay.queue_of[pending] < 0)]
+    free = free[~k["host_blocks"][free] & silent[p.r[free]]]
+    silent_at[p.r[free[::-1]]] = free[::-1]
     for name in ("node1", "node2"):
-        node = k[name][pending]
+        node = k[name][free]
         has = node >= 0
-        more_src = np.concatenate([more_src, rank0 + p.r[pending[has]].astype(np.int64)])
+        more_src = np.concatenate([more_src, rank0 + p.r[free[has]].astype(np.int64)])
         more_dst = np.concatenate([more_dst, node0 + node[has].astype(np.int64)])
     inferred = np.concatenate([np.zeros(len(src), bool), np.ones(len(more_src), bool)])
     src, dst = np.concatenate([src, more_src]), np.concatenate([dst, more_dst])
@@ -234,7 +235,9 @@ def is_place(g: Graph, vertices: Array) -> Array:
     return out
 
 
-def _wait_targets(p: Program, fix: Fixpoint, waits: Array, places: Array) -> tuple[Array, Array]:
+def _wait_targets(
+    p: Program, fix: Fixpoint, pending: Array, waits: Array, places: Array
+) -> tuple[Array, Array]:
     """(place, event) of the unfinished operations that each wait waits for."""
     if not len(waits):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -247,12 +250,10 @@ def _wait_targets(p: Program, fix: Fixpoint, waits: Array, places: Array) -> tup
     if everything.any():
         lane_place = np.full(len(fix.layout.lane_first), -1, np.int64)
         lane_place[fix.layout.lane_of[waits[everything]]] = places[everything]
-        pending = np.flatnonzero(
-            fix.issued & ~fix.completed & (p.kernel["wait_kind"] == 0)
-            & (lane_place[fix.layout.lane_of] >= 0)
-        )  # fmt: skip
-        out_place = np.concatenate([out_place, lane_place[fix.layout.lane_of[pending]]])
-        out_event = np.concatenate([out_event, pending])
+        handed = pending[p.kernel["wait_kind"][pending] == 0]
+        of = lane_place[fix.layout.lane_of[handed]]
+        out_place = np.concatenate([out_place, of[of >= 0]])
+        out_event = np.concatenate([out_event, handed[of >= 0]])
     return out_place.astype(np.int64), out_event.astype(np.int64)
 
 
@@ -446,8 +447,9 @@ def components(g: Graph, with_inferred: bool) -> tuple[Array, Array]:
     """Strong components of the shard's graph, in one call.
 
     Returns:
-        label int32[size], and circular bool[labels]: components that are deadlock cycles (more than
-        one place, or a place that needs itself), knots where a vertex needs only one target.
+        label int32[size], the last one that of all vertices without an edge; and circular
+        bool[labels]: components that are deadlock cycles (more than one place, or a place that
+        needs itself), knots where a vertex needs only one target.
     """
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
@@ -457,13 +459,19 @@ def components(g: Graph, with_inferred: bool) -> tuple[Array, Array]:
         hope = hopeful(g, with_inferred)
         keep &= ~hope[g.src] & ~hope[g.dst]
     src, dst = g.src[keep], g.dst[keep]
-    matrix = coo_matrix((np.ones(len(src), np.int8), (src, dst)), shape=(g.size, g.size)).tocsr()
-    count, label = connected_components(matrix, directed=True, connection="strong")
-    members = np.bincount(label, minlength=count)
-    circular = members > 1
-    own = src[src == dst]
-    circular[label[own]] = True
+    # most operations are complete, and no vertex of an edge
+    touched = np.zeros(g.size, np.bool_)
+    touched[src] = touched[dst] = True
+    used = np.flatnonzero(touched)
+    number = np.full(g.size, len(used), np.int64)
+    number[used] = np.arange(len(used))
+    matrix = coo_matrix(
+        (np.ones(len(src), np.int8), (number[src], number[dst])), shape=(len(used), len(used))
+    ).tocsr()
+    count, of_used = connected_components(matrix, directed=True, connection="strong")
+    circular = np.bincount(of_used, minlength=count) > 1
+    circular[of_used[number[src[src == dst]]]] = True
     # a single node or rank is no place
-    every = np.arange(g.size)
-    places = np.bincount(label[every[is_place(g, every)]], minlength=count)
-    return label, circular & (places > 0)
+    places = np.bincount(of_used[is_place(g, used)], minlength=count)
+    label = np.append(of_used, count)[number]
+    return label, np.append(circular & (places > 0), False)
