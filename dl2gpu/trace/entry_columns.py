@@ -7,6 +7,7 @@ narrow columns that stay in memory, and collects on the way what the reader asks
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -139,6 +140,28 @@ class Columns:
         ]
 
 
+class _Room(threading.local):
+    """Memory for the columns of many files, in pieces for which the system has its large pages.
+
+    A fresh page costs more than filling it. A piece is freed with the last of its columns.
+    """
+
+    def __init__(self) -> None:
+        self._left = np.empty(0, dtype=np.uint8)
+
+    def take(self, dtype: type[np.integer[Any]], rows: int, n: int) -> npt.NDArray[Any]:
+        size = rows * n * np.dtype(dtype).itemsize
+        if size > _PIECE // 4:
+            return np.empty((rows, n), dtype=dtype)
+        if size > len(self._left):
+            self._left = np.empty(_PIECE, dtype=np.uint8)
+        taken, self._left = self._left[:size], self._left[-(-size // 64) * 64 :]
+        return taken.view(dtype).reshape(rows, n)
+
+
+_PIECE: Final = 8 << 20
+_room: Final = _Room()
+
 _FROM: Final = (
     "record_id", "p2p_seq_id", "time_discovered_started_ns", "time_discovered_completed_ns",
     "input_sizes", "output_sizes", "collective_seq_id", "seq_id", "time_created_ns",
@@ -161,8 +184,8 @@ def pack(
 ) -> Columns:
     """Columns of the entries ``rec[order]``; ``rec`` has the columns of pickle_tables.COLUMNS."""
     n = len(order)
-    wide = np.empty((len(WIDE), n), dtype=np.int64)
-    narrow = np.empty((len(NARROW), n), dtype=np.int32)
+    wide = _room.take(np.int64, len(WIDE), n)
+    narrow = _room.take(np.int32, len(NARROW), n)
     bits = np.empty(n, dtype=np.uint8)
     groups = np.empty((n, 3), dtype=np.int64)
     facts = np.zeros(8, dtype=np.int64)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from dl2gpu.trace.inputs import InputError, TraceFile
 
@@ -197,10 +197,9 @@ def read_tail(url: str, size: int) -> bytes:
 def _read_raw(url: str, limits: Limits) -> bytes:
     path = local_path(url)
     if path is not None:
-        with _open_local(path) as f:
-            size = os.fstat(f.fileno()).st_size
+        with _opened(path) as (fd, size):
             _check_size(size, limits)
-            return f.read(size)
+            return _read_at(fd, 0, size)
     with remote_errors():
         fs, name = filesystem(url)
         size = int(fs.info(name).get("size") or 0)
@@ -213,19 +212,18 @@ def _read_raw(url: str, limits: Limits) -> bytes:
 def _read_range(url: str, start: int, stop: int | None) -> bytes:
     path = local_path(url)
     if path is not None:
-        with _open_local(path) as f:
-            if start < 0:
-                f.seek(max(0, os.fstat(f.fileno()).st_size + start))
-                return f.read(-start)
-            f.seek(start)
-            return f.read(-1 if stop is None else stop - start)
+        with _opened(path) as (fd, size):
+            first = max(0, size + start) if start < 0 else start
+            return _read_at(fd, first, (size if stop is None else stop) - first)
     with remote_errors():
         fs, name = filesystem(url)
         data: bytes = fs.cat_file(name, start=start, end=stop)
         return data
 
 
-def _open_local(path: str) -> IO[bytes]:
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[tuple[int, int]]:
+    """Descriptor and size of a regular file."""
     # NOFOLLOW: discovery resolved every link; one that appeared since then leads elsewhere.
     # NONBLOCK: opening a FIFO would wait for a writer.
     flags = os.O_RDONLY
@@ -235,10 +233,28 @@ def _open_local(path: str) -> IO[bytes]:
         fd = os.open(path, flags)
     except OSError as e:
         raise InputError(f"cannot be opened: {e.strerror or e}") from e
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError("expected a regular file, found a folder, pipe, socket or device")
+        yield fd, status.st_size
+    finally:
         os.close(fd)
-        raise InputError("expected a regular file, found a folder, pipe, socket or device")
-    return os.fdopen(fd, "rb")
+
+
+def _read_at(fd: int, first: int, size: int) -> bytes:
+    """``size`` bytes from ``first`` on, or as many as there are."""
+    if first:
+        os.lseek(fd, first, os.SEEK_SET)
+    data = os.read(fd, max(0, size))
+    if len(data) >= size or not data:
+        return data
+    parts = [data]  # one call gives two gigabytes at most
+    size -= len(data)
+    while size > 0 and (data := os.read(fd, size)):
+        parts.append(data)
+        size -= len(data)
+    return b"".join(parts)
 
 
 def filesystem(url: str) -> tuple[Any, str]:

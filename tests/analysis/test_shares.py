@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ def test_attempts_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
     six = concat([one] * 6)
     names = pl.Series("name", ["a", "b", "c", "b", "d", "d"])
     attempts = pl.Series("attempt", [0, 0, 0, 1, 0, 1], dtype=pl.Int32)
-    trace = Trace(**(six.tables() | {"jobs": six.jobs.with_columns(names, attempts)}))
+    trace = replace(six, jobs=six.jobs.with_columns(names, attempts))
     monkeypatch.setattr(shares, "_LEAST", 1)
     parts = shares.over_shares(trace, lambda t: t, 6)
     found = [(first, part.jobs["name"].to_list()) for first, part in parts]
