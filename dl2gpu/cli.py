@@ -312,8 +312,9 @@ def main() -> NoReturn:
     """Entry point of the command ``dl2gpu``. Does not return: the process ends with its status."""
     # NumPy's linear algebra starts threads that wait busily, on cores that the scan can use
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # the importing of modules makes objects by the hundred thousand, and no garbage to look for
-    gc.set_threshold(200_000, 20, 20)
+    # importing makes objects by the hundred thousand, and no garbage to look for; the scan itself
+    # collects between shards
+    gc.disable()
     status: object = 0
     try:
         app()

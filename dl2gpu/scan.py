@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,8 @@ def scan(
             numbered += trace.jobs.height
         inputs += read
         del trace
+        if done < total:
+            gc.collect()
     report("done", total, total)
     return _report(
         jobs, findings, inputs, select,

@@ -26,7 +26,7 @@ import platform
 import threading
 import zlib
 from collections.abc import Callable
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -226,11 +226,26 @@ def _key() -> str:
     import llvmlite.binding as llvm
 
     parts = (
-        stamp(), metadata.version("numba"), metadata.version("llvmlite"), platform.python_version(),
+        stamp(), _version("numba"), _version("llvmlite"), platform.python_version(),
         platform.machine(), llvm.get_default_triple(), llvm.get_host_cpu_name(),
         llvm.get_host_cpu_features().flatten(),
     )  # fmt: skip
     return f"{zlib.crc32(repr(parts).encode()):08x}{stamp()}"
+
+
+def _version(package: str) -> str:
+    """Version of an installed package: from the name of the folder that says so, where there is one.
+
+    ``importlib.metadata`` takes longer to load than all kernels.
+    """
+    found = find_spec(package)
+    beside = Path(found.origin).parents[1] if found and found.origin else Path()
+    names = [folder.name for folder in beside.glob(f"{package}-*.dist-info")]
+    if len(names) == 1:
+        return names[0]
+    from importlib import metadata
+
+    return metadata.version(package)
 
 
 def _packed(symbol: str, code: bytes) -> bytes:
