@@ -234,7 +234,7 @@ def _key() -> str:
 
 
 def _version(package: str) -> str:
-    """Version of an installed package: from the name of the folder that says so, where there is one.
+    """Version of an installed package, by the name of the folder that says so where there is one.
 
     ``importlib.metadata`` takes longer to load than all kernels.
     """
