@@ -198,9 +198,7 @@ def resolve(jobs: Sequence[Job], load: Callable[[TraceFile], bytes]) -> None:
         for comm in job.comms:
             comm.index = first
             first += 1
-        for dump in job.dumps:
-            if dump.kept:
-                _status(job, dump)
+        _statuses(job)
 
 
 def inputs(dumps: Sequence[Dump]) -> list[Input]:
@@ -426,36 +424,38 @@ def _natural(name: str) -> tuple[int, int, str]:
     return (0, int(name), name) if re.fullmatch(r"[0-9]{1,18}", name) else (1, 0, name)
 
 
-def _status(job: Job, dump: Dump) -> None:
-    """Communicator of each line of ``pg_status``: it names the group by a number of the process."""
-    pairs = zip(dump.groups, dump.group_comms, strict=True)
-    own = {number: comm for (_, _, number), comm in pairs if number is not None}
-    elsewhere: dict[int, set[Comm]] | None = None
-    done = set()
-    for number, values in dump.status.items():
-        comm = own.get(number)
-        if comm is None:
-            if elsewhere is None:
-                elsewhere = _numbers_elsewhere(job, dump)
-            found = elsewhere.get(number, set()) - set(own.values())
-            comm = found.pop() if len(found) == 1 else None
-        if comm is not None and comm not in done:
-            done.add(comm)
-            dump.status_comms.append((comm, values))
+def _statuses(job: Job) -> None:
+    """Communicator of each line of ``pg_status``: it names the group by a number of the process.
+
+    Where no entry of the dump tells which group has the number, it is the one that other dumps give
+    it and that this dump lists as its own, if there is but one.
+    """
+    kept = [d for d in job.dumps if d.kept]
+    elsewhere: dict[int, set[Comm]] = defaultdict(set)
+    for dump in kept:
+        for (_, _, number), used in zip(dump.groups, dump.group_comms, strict=True):
+            if number is not None:
+                elsewhere[number].add(used)
+    known = {(c.name, c.desc, c.members): c for c in job.comms}
+    for dump in kept:
+        pairs = zip(dump.groups, dump.group_comms, strict=True)
+        own = {number: used for (_, _, number), used in pairs if number is not None}
+        listed: set[Comm] | None = None
+        done = set()
+        for number, values in dump.status.items():
+            comm = own.get(number)
+            if comm is None:
+                if listed is None:
+                    listed = _listed(dump, known) - set(own.values())
+                found = listed & elsewhere.get(number, set())
+                comm = found.pop() if len(found) == 1 else None
+            if comm is not None and comm not in done:
+                done.add(comm)
+                dump.status_comms.append((comm, values))
 
 
-def _numbers_elsewhere(job: Job, dump: Dump) -> dict[int, set[Comm]]:
-    """pg_id to communicators in the other dumps, as far as this dump lists them as its own."""
-    mine = {(name, desc, members) for name, (desc, members) in dump.config.items()}
-    out: dict[int, set[Comm]] = defaultdict(set)
-    for other in job.dumps:
-        if not other.kept or other is dump:
-            continue
-        for (_, _, number), comm in zip(other.groups, other.group_comms, strict=True):
-            if (
-                number is not None
-                and (comm.name, comm.desc, comm.members) in mine
-                and dump.rank in comm.members
-            ):
-                out[number].add(comm)
-    return out
+def _listed(dump: Dump, known: dict[tuple[str, str, Members], Comm]) -> set[Comm]:
+    """Communicators that the dump lists as its own."""
+    keys = ((name, desc, members) for name, (desc, members) in dump.config.items())
+    comms = (known[key] for key in keys if key in known)
+    return {comm for comm in comms if dump.rank in comm.members}
