@@ -100,10 +100,18 @@ def scan(
         Engine, typer.Option(help="auto takes the GPU where there is a usable one.")
     ] = Engine.auto,
     cluster: Annotated[
-        str, typer.Option(metavar="KIND", help="threads: the threads of this process.")
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="threads of this process; local processes; cuda: one process a GPU; or the "
+            "address of a Dask scheduler, tcp://host:8786.",
+        ),
     ] = "threads",
     workers: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Threads; default: one a CPU core.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Threads, or local processes; default: one a CPU core."
+        ),
     ] = None,
     job_pattern: Annotated[
         str | None,
@@ -130,9 +138,9 @@ def scan(
     3 inputs were quarantined and nothing else was found.
     """
     kinds = _kinds(fail_on)
-    _check_cluster(cluster)
     _check_pattern(job_pattern)
     with _errors(verbose):
+        from dl2gpu.journal import forget, parts_of
         from dl2gpu.report.progress import progress
         from dl2gpu.report.save import check_target
         from dl2gpu.report.status import exit_status, nothing_readable
@@ -153,9 +161,11 @@ def scan(
                 job_pattern=job_pattern,
                 select=select,
                 progress=callback,
+                journal=None if out is None else parts_of(out),
             )
         if out is not None:
             report.save(out)
+            forget(parts_of(out))
         _print_report(report, format_, None if out is None else str(out))
         if nothing_readable(report):
             files = report.inputs.height
@@ -221,18 +231,6 @@ def _kinds(fail_on: str) -> list[str]:
             param_hint="--fail-on",
         )
     return kinds
-
-
-def _check_cluster(cluster: str) -> None:
-    if cluster == "threads":
-        return
-    later = cluster in {"local", "cuda"} or cluster.startswith(("tcp://", "tls://"))
-    raise typer.BadParameter(
-        f"{cluster} comes with a later release; expected threads"
-        if later
-        else f"expected threads, found {cluster}",
-        param_hint="--cluster",
-    )
 
 
 def _check_pattern(pattern: str | None) -> None:

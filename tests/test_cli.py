@@ -21,6 +21,7 @@ from dl2gpu.engine import choose
 from dl2gpu.report.model import KINDS, Report
 from dl2gpu.report.status import exit_status
 from dl2gpu.report.words import DEADLOCKS
+from dl2gpu.scan import Step
 
 Call = dict[str, Any]
 FIND_SPEC = "dl2gpu.engine.choose.importlib.util.find_spec"
@@ -41,7 +42,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, report: Report) -> Callable[..., list[
             calls.append({"paths": paths, **options})
             if (show := options["progress"]) is not None:
                 for done in range(3):
-                    show("read", done, 2)
+                    show(Step(done, 2, done, 2))
             if isinstance(result, BaseException):
                 raise result
             return result
@@ -132,10 +133,6 @@ def test_scan_exits_with_it(fake: Callable[..., list[Call]], make_report: Any) -
         (["scan", "x", "--workers", "0"], "--workers"),
         (["scan", "x", "--fail-on", "cycle,typo"], "found typo; expected some of cycle"),
         (["scan", "x", "--fail-on", "healthy"], "found healthy"),
-        (["scan", "x", "--cluster", "local"], "local comes with a later release"),
-        (["scan", "x", "--cluster", "cuda"], "cuda comes with a later release"),
-        (["scan", "x", "--cluster", "tcp://h:1"], "tcp://h:1 comes with a later release"),
-        (["scan", "x", "--cluster", "typo"], "expected threads, found typo"),
         (["scan", "x", "--job-pattern", "("], "expected a regular expression"),
         (["scan", "x", "--job-pattern", "(a)"], "expected a named group"),
         (["replay", "x"], "No such command"),
@@ -192,6 +189,7 @@ def test_options_reach_the_scan(fake: Callable[..., list[Call]]) -> None:
         "workers": 3,
         "job_pattern": r"(?P<job>\w+)-(?P<rank>\d+)",
         "select": "gpt",
+        "journal": None,
     }
     assert second["progress"] is None
     assert (second["engine"], second["cluster"], second["workers"]) == ("auto", "threads", None)
@@ -213,8 +211,9 @@ def test_json_is_the_report_and_nothing_else(
 def test_progress_is_plain_lines_on_stderr(fake: Callable[..., list[Call]]) -> None:
     fake()
     done = invoke("scan", "x")
-    assert done.stderr.splitlines() == ["dl2gpu: read 0%", "dl2gpu: read 100%"]
-    assert "dl2gpu: read" not in done.stdout
+    assert [line.split(":")[1] for line in done.stderr.splitlines()] == [" 0%", " 100%"]
+    assert "2 of 2 files" in done.stderr
+    assert "dl2gpu: " not in done.stdout
     assert invoke("scan", "x", "--quiet").stderr == ""
     assert "1. inverted-a: cycle" in invoke("scan", "x", "--quiet").stdout
 

@@ -15,7 +15,8 @@ import fr_writer
 import pytest
 
 from dl2gpu.report.model import Report
-from dl2gpu.scan import scan
+from dl2gpu.scan import Step, scan
+from dl2gpu.shard import cut
 from dl2gpu.trace.convert import convert
 from dl2gpu.trace.inputs import InputError
 
@@ -161,8 +162,6 @@ def test_no_trace_at_all(tmp_path: Path) -> None:
     assert (report.summary["jobs"], report.summary["events"], report.summary["ranks"]) == (0, 0, 0)
     with pytest.raises(InputError):
         scan(str(tmp_path / "nowhere"))
-    with pytest.raises(InputError, match="threads"):
-        scan(str(tmp_path), cluster="moon")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -180,8 +179,7 @@ def test_twice(demo: Path) -> None:
 def test_shards(demo: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = scan(str(demo))
     monkeypatch.setattr(SCAN, "SHARD_BYTES", size)
-    shards = [len(s) for s in SCAN._shards(SCAN.discover([str(demo)]).files)]
-    assert len(shards) > 2
+    assert len(cut(SCAN.discover([str(demo)]).files, size)) > 2
     assert bytes_of(scan(str(demo))) == bytes_of(whole)
 
 
@@ -318,12 +316,13 @@ def test_two_files_of_one_rank(tmp_path: Path) -> None:
 
 def test_progress(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SCAN, "SHARD_BYTES", 20_000)
-    seen: list[tuple[str, int, int]] = []
-    report = scan(str(demo), progress=lambda *said: seen.append(said))
-    stages = [stage for stage, _, _ in seen]
-    assert stages[-1] == "done"
-    assert stages[:-1] == ["read", "analyse"] * (len(seen) // 2)
-    done = [d for _, d, _ in seen]
-    assert done == sorted(done)
-    assert {total for _, _, total in seen} == {done[-1]}
-    assert report.summary["bytes_read"] == done[-1]
+    seen: list[Step] = []
+    report = scan(str(demo), progress=seen.append)
+    assert len(seen) > 3
+    assert seen[0] == Step(0, seen[-1].total, 0, seen[-1].all_files)
+    assert [s.done for s in seen] == sorted(s.done for s in seen)
+    last = seen[-1]
+    assert last.done == last.total == report.summary["bytes_read"]
+    assert last.files == last.all_files
+    assert (last.jobs, last.events) == (report.summary["jobs"], report.summary["events"])
+    assert last.findings == report.findings.height

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["Callback", "progress"]
+if TYPE_CHECKING:
+    from dl2gpu.scan import Step
 
-Callback = Callable[[str, int, int], None]
-"""``(stage, done, total)`` in whatever unit; may be called from several threads."""
+__all__ = ["progress"]
 
-_EVERY_S: Final = 5.0  # at most so often a plain line within one stage
+_EVERY_S: Final = 5.0  # at most so often a plain line
 _COMPILING: Final = "dl2gpu: compiling, for this and all later runs: about 20 s"
 
 
 @contextmanager
-def progress(*, quiet: bool = False) -> Iterator[Callback | None]:
-    """A callback for the stages of a scan, or None where nothing is to be shown."""
+def progress(*, quiet: bool = False) -> Iterator[Callable[[Step], None] | None]:
+    """A callback for the steps of a scan, or None where nothing is to be shown."""
     from dl2gpu.engine import native
 
     native.on_compile = None if quiet else _say_compiling
@@ -36,41 +35,68 @@ def _say_compiling() -> None:
     print(_COMPILING, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _bar() -> Iterator[Callback]:
+def told(step: Step) -> str:
+    """What was found so far, in words."""
+    said = [f"{step.files:,} of {step.all_files:,} files"]
+    for number, one, many in (
+        (step.jobs, "job", "jobs"),
+        (step.events, "event", "events"),
+        (step.findings, "finding", "findings"),
+    ):
+        said.append(f"{number:,} {one if number == 1 else many}")
+    return ", ".join(said)
+
+
+def time_left(step: Step, elapsed_s: float) -> str:
+    """As if the rest went as fast as what is done; empty where that cannot be said yet."""
+    if not 0 < step.done < step.total:
+        return ""
+    seconds = round(elapsed_s * (step.total - step.done) / step.done)
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min left"
+    return f"{minutes} min {seconds:02} s left" if minutes else f"{seconds} s left"
+
+
+def _percent(step: Step) -> int:
+    return 100 if step.total == 0 else 100 * step.done // step.total
+
+
+def _bar() -> Iterator[Callable[[Step], None]]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     from dl2gpu.report.console import console
 
     columns = (
-        TextColumn("{task.description:<10}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
     )
+    began = time.monotonic()
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        tasks = {}
-        lock = threading.Lock()
+        task = bar.add_task("", total=None)
 
-        def show(stage: str, done: int, total: int) -> None:
-            with lock:
-                if stage not in tasks:
-                    tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
+        def show(step: Step) -> None:
+            left = time_left(step, time.monotonic() - began)
+            text = ", ".join(filter(None, (told(step), left)))
+            bar.update(task, completed=step.done, total=step.total, description=text)
 
         yield show
 
 
-def _lines() -> Callback:
-    last: dict[str, float] = {}
-    lock = threading.Lock()
+def _lines() -> Callable[[Step], None]:
+    began = time.monotonic()
+    last: float | None = None
 
-    def show(stage: str, done: int, total: int) -> None:
+    def show(step: Step) -> None:
+        nonlocal last
         now = time.monotonic()
-        with lock:
-            if stage in last and done < total and now - last[stage] < _EVERY_S:
-                return
-            last[stage] = now
-            percent = 100 if total == 0 else 100 * done // total
-            print(f"dl2gpu: {stage} {percent}%", file=sys.stderr, flush=True)  # noqa: T201
+        if last is not None and step.done < step.total and now - last < _EVERY_S:
+            return
+        last = now
+        text = "; ".join(filter(None, (told(step), time_left(step, now - began))))
+        print(f"dl2gpu: {_percent(step)}%: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
     return show

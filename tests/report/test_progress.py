@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import sys
-import threading
 
 import pytest
 
-from dl2gpu.report.progress import progress
+from dl2gpu.report.progress import progress, time_left
+from dl2gpu.scan import Step
 
 
 class Terminal(io.StringIO):
@@ -26,14 +26,12 @@ def test_plain_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
     with progress() as show:
         assert show is not None
         for done in range(1001):
-            show("read", done, 1000)
-        show("analyse", 0, 2)
+            show(Step(done, 1000, done // 10, 100, 1, 5 * done, 2))
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "dl2gpu: read 0%",
-        "dl2gpu: read 100%",
-        "dl2gpu: analyse 0%",
+        "dl2gpu: 0%: 0 of 100 files, 1 job, 0 events, 2 findings",
+        "dl2gpu: 100%: 100 of 100 files, 1 job, 5,000 events, 2 findings",
     ]
 
 
@@ -45,30 +43,38 @@ def test_plain_lines_come_again_after_a_while(
     with progress() as show:
         assert show is not None
         for done in range(7):
-            show("read", done, 100)
-    assert [line.split()[-1] for line in capsys.readouterr().err.splitlines()] == [
-        "0%",
-        "3%",
-        "6%",
-    ]
+            show(Step(done, 100))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == ["0%:", "3%:", "6%:"]
+    # 3 of 100 took 8 s
+    assert lines[1].endswith("; 4 min 19 s left")
 
 
-def test_bar_on_a_terminal_from_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("done", "elapsed", "words"),
+    [
+        (0, 5.0, ""),
+        (100, 5.0, ""),
+        (50, 5.4, "5 s left"),
+        (10, 10.0, "1 min 30 s left"),
+        (1, 100.0, "2 h 45 min left"),
+    ],
+)
+def test_time_left(done: int, elapsed: float, words: str) -> None:
+    assert time_left(Step(done, 100), elapsed) == words
+
+
+def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
     with progress() as show:
         assert show is not None
-        threads = [
-            threading.Thread(target=lambda: [show("[red]read", i, 50) for i in range(51)])
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for done in range(51):
+            show(Step(done, 50, done, 50, findings=1))
     text = terminal.getvalue()
-    assert "[red]read" in text  # a stage is no markup
+    assert "50 of 50 files, 0 jobs, 0 events, 1 finding" in text
     assert "100%" in text
 
 

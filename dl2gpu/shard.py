@@ -1,0 +1,237 @@
+"""One shard of a scan: from the files of some jobs to their rows of the report.
+
+A shard is what one worker does at a time, in this process or another: whole jobs, about
+``SHARD_BYTES`` of input, so that memory is bounded by the largest job and not by the corpus. What
+comes of it is plain data (:class:`Result`), the same whoever computed it and however the corpus was
+cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import msgspec
+import polars as pl
+
+from dl2gpu.engine.cores import limited
+from dl2gpu.report.model import JOBS
+from dl2gpu.trace.inputs import Input, TraceFile
+from dl2gpu.trace.readers import read_files
+from dl2gpu.trace.schema import Trace, one_job
+
+__all__ = ["JOB_ROW", "SHARD_BYTES", "Result", "Task", "cut", "halves", "lost", "run"]
+
+SHARD_BYTES: Final = 512 << 20
+"""Jobs are analysed in shards of about this many bytes of input; a job is never cut."""
+
+MOST_RANKS: Final = 1 << 12
+"""Missing ranks are listed up to this number, and 16 for each rank that is present.
+
+A damaged world size must not fill the memory.
+"""
+
+JOB_ROW: Final[dict[str, pl.DataType]] = {
+    "number": pl.Int32(),
+    "name": pl.String(),
+    **{k: t for k, t in JOBS.items() if k not in {"job", "findings"}},
+}
+"""Columns of a job before it has its name in the report and its findings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a worker needs to know."""
+
+    files: tuple[TraceFile, ...]
+    engine: str = "cpu"
+    threads: int | None = None
+    """At most so many; default one for each usable processor."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of input."""
+        return sum(f.size for f in self.files)
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What came of a shard. As JSON it is what is kept on disk and sent between processes.
+
+    Attributes:
+        jobs: rows with the columns of :data:`JOB_ROW`; ``number`` counts from 0.
+        findings: those of the analysis; ``job`` is the number of a job.
+        inputs: what became of each file.
+        notes: what else the report has to say, as that a shard did not fit a GPU.
+    """
+
+    jobs: list[dict[str, Any]]
+    findings: list[dict[str, Any]]
+    inputs: list[Input]
+    notes: list[str]
+
+    @property
+    def events(self) -> int:
+        return sum(int(job["events"]) for job in self.jobs)
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Result:
+        """Raises msgspec.DecodeError where ``data`` is none."""
+        return msgspec.json.decode(data, type=Result)
+
+
+def cut(files: Sequence[TraceFile], most: int) -> list[list[TraceFile]]:
+    """Runs of whole jobs of about ``most`` bytes; the largest job sets the largest shard."""
+    by_job: dict[tuple[str, str | None], list[TraceFile]] = {}
+    for file in files:
+        by_job.setdefault((file.folder, file.job), []).append(file)
+    shards: list[list[TraceFile]] = []
+    size = most
+    for key in sorted(by_job, key=lambda k: (k[0], k[1] or "")):
+        weight = sum(f.size for f in by_job[key])
+        if size + weight > most:
+            shards.append([])
+            size = 0
+        shards[-1] += by_job[key]
+        size += weight
+    return [shard for shard in shards if shard]
+
+
+def halves(task: Task) -> tuple[Task, Task] | None:
+    """Two tasks of half the jobs each; None where there is but one job."""
+    parts = cut(task.files, 0)
+    if len(parts) < 2:
+        return None
+    middle = len(parts) // 2
+    first = tuple(file for part in parts[:middle] for file in part)
+    second = tuple(file for part in parts[middle:] for file in part)
+    return replace(task, files=first), replace(task, files=second)
+
+
+def lost(task: Task, reason: str) -> Result:
+    """The result of a shard that nobody could work on: its files, quarantined."""
+    return Result(
+        [], [],
+        [
+            Input(f.path, "quarantined", reason, f.format, f.job or f.folder, f.rank)
+            for f in task.files
+        ],
+        [],
+    )  # fmt: skip
+
+
+def run(task: Task) -> Result:
+    """Reads and analyses the files of a shard.
+
+    Where memory does not suffice, each half of the jobs is tried by itself; of a single job that
+    does not fit, the files are quarantined.
+    """
+    try:
+        with limited(task.threads):
+            trace, inputs = read_files(task.files)
+            if not trace.jobs.height:
+                return Result([], [], inputs, [])
+            jobs, findings, failed = _analyse(trace, 0)
+    except MemoryError:
+        pass  # what was read is given back when this block is left
+    else:
+        return Result(jobs, findings, [_failed(i, failed) for i in inputs], [])
+    parts = halves(task)
+    if parts is None:
+        return lost(task, f"out of memory: the job's {task.size} bytes of input do not fit")
+    return joined([run(part) for part in parts])
+
+
+def joined(results: Sequence[Result]) -> Result:
+    """One result of several, in order; jobs are numbered on."""
+    first = 0
+    jobs: list[dict[str, Any]] = []
+    findings: list[dict[str, Any]] = []
+    for result in results:
+        jobs += [job | {"number": job["number"] + first} for job in result.jobs]
+        findings += [finding | {"job": finding["job"] + first} for finding in result.findings]
+        first += 1 + max((job["number"] for job in result.jobs), default=-1)
+    return Result(
+        jobs,
+        findings,
+        [i for result in results for i in result.inputs],
+        [n for result in results for n in result.notes],
+    )
+
+
+Rows = list[dict[str, Any]]
+
+
+def _analyse(trace: Trace, first: int) -> tuple[Rows, Rows, dict[str, str]]:
+    """Jobs of a shard as rows, findings, and {path: reason} of what failed.
+
+    Jobs count from ``first``. A job on which the analysis fails must not take the others with it:
+    then they are analysed one by one, and the files of the one that fails are quarantined.
+    """
+    try:
+        return *_rows(trace, first), {}
+    except MemoryError:
+        raise
+    except Exception as e:  # noqa: BLE001 - whatever it is, the other jobs must not suffer
+        if trace.jobs.height == 1:
+            paths = trace.ranks["path"].drop_nulls()
+            reason = f"the analysis failed, which is a fault of dl2gpu: {type(e).__name__}: {e}"
+            return [], [], dict.fromkeys(paths, reason)
+    parts = [_analyse(one_job(trace, job), first + job) for job in range(trace.jobs.height)]
+    failed = {path: reason for _, _, f in parts for path, reason in f.items()}
+    return [j for js, _, _ in parts for j in js], [f for _, fs, _ in parts for f in fs], failed
+
+
+def _failed(read: Input, failed: dict[str, str]) -> Input:
+    reason = failed.get(read.path)
+    if reason is None:
+        return read
+    return replace(read, status="quarantined", reason=reason, events=0)
+
+
+def _rows(trace: Trace, first: int) -> tuple[Rows, Rows]:
+    from dl2gpu.analysis import analyse
+
+    result = analyse(trace)
+    ranks = trace.ranks.group_by("job").agg(ranks_present=pl.col("rank").unique().sort())
+    members = (
+        trace.comms.select("job", rank="ranks")
+        .explode("rank", empty_as_null=False)
+        .group_by("job")
+        .agg(top=pl.col("rank").max())
+    )
+    events = trace.events.group_by("job").agg(events=pl.len().cast(pl.Int64))
+    jobs = (
+        trace.jobs.join(ranks, on="job", how="left")
+        .join(members, on="job", how="left")
+        .join(events, on="job", how="left")
+        .join(result.jobs, on="job", how="left")
+        .with_columns(
+            pl.col("events").fill_null(0),
+            pl.col("ranks_present").fill_null([]),
+            world_size=pl.coalesce(
+                "world_size", pl.max_horizontal("top", pl.col("ranks_present").list.max()) + 1
+            ),
+        )
+        .with_columns(
+            listed=pl.min_horizontal(
+                pl.col("world_size").fill_null(0).clip(0),
+                MOST_RANKS + 16 * pl.col("ranks_present").list.len().cast(pl.Int32),
+            )
+        )
+        .with_columns(
+            ranks_missing=pl.int_ranges(0, "listed", dtype=pl.Int32)
+            .list.set_difference("ranks_present")
+            .list.sort(),
+            number=pl.col("job") + first,
+        )
+        # a job of which no file could be used is no job: its inputs say what became of them
+        .filter(pl.col("ranks_present").list.len() > 0)
+        .with_columns(source_format="source")
+        .select([pl.col(c).cast(t) for c, t in JOB_ROW.items()])
+        .sort("number")
+    )  # fmt: skip
+    return jobs.to_dicts(), [f | {"job": f["job"] + first} for f in result.findings]
