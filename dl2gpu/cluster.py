@@ -261,8 +261,9 @@ def _client(kind: str, workers: int | None) -> Iterator[Any]:
         many = workers or cores()
         with (
             LocalCluster(
-                n_workers=many, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0",
-                silence_logs=logging.CRITICAL + 1, env=_environment(max(1, cores() // many)),
+                n_workers=many, threads_per_worker=1, processes=True,
+                dashboard_address="127.0.0.1:0", silence_logs=logging.CRITICAL + 1,
+                env=_environment(max(1, cores() // many)),
             ) as local,
             Client(local) as client,
         ):  # fmt: skip
