@@ -61,12 +61,12 @@ def unnumbered(op: Int32s, comm: Int32s, ordinal: Int64s, missing: Bools) -> Non
 
 @kernel
 def number(
-    op: Int32s, comm: Int32s, r: UInt32s, ordinal: Int64s, count: Int64s,
+    begin: int, end: int, op: Int32s, comm: Int32s, r: UInt32s, ordinal: Int64s, count: Int64s,
     count_out: Int64s, missing: Bools, lost: Bools, size: Int32s, nccl: Bools,
     owner: Int64s, seen: Int64s, last: Int64s, times: Int64s,
     k: Int64s, copy: Int32s, alone: Bools, low: Int64s, high: Int64s,
 ) -> int:  # fmt: skip
-    """Numbers the collectives; returns the largest repetition of a number.
+    """Numbers the collectives of the communicators begin..end; returns the largest repetition.
 
     ``k`` int64[n] ordinal or NULL, ``copy`` int32[n] how often the rank used the number just
     before, ``alone`` bool[n]; ``low``/``high`` int64[comms] range of ordinals.
@@ -77,8 +77,9 @@ def number(
         if op[e] < _FIRST_COLLECTIVE:
             continue
         c = comm[e]
-        if c < 0:
-            alone[e] = True
+        if c < begin or c >= end:
+            if c < 0 and begin == 0:
+                alone[e] = True
             continue
         empty = (
             nccl[c]
@@ -128,7 +129,7 @@ def _differ(first: Any, v: Any, value: Any, bits: Any, bit: Any) -> Any:
 
 @kernel
 def fold(
-    op: Int32s, comm: Int32s, root: Int32s, nbytes: Int64s, count: Int64s,
+    begin: int, end: int, op: Int32s, comm: Int32s, root: Int32s, nbytes: Int64s, count: Int64s,
     dtype: Int32s, reduce_op: Int32s, new_comm: Int32s, split: Bools, flags: UInt32s, done: Bools,
     k: Int64s, copy: Int32s, alone: Bools,
     base: Int64s, low: Int64s, copies: int, any_sizes: Bools, sized: Bools,
@@ -136,7 +137,7 @@ def fold(
     node_k: Int64s, f_op: Int64s, f_root: Int64s, f_bytes: Int64s, f_count: Int64s, f_dtype: Int64s,
     f_reduce: Int64s, f_new: Int64s,
 ) -> None:  # fmt: skip
-    """Gives the collectives their node and folds their signatures into it.
+    """Gives the collectives of the communicators begin..end their node, with their signatures.
 
     ``f_*`` int64[nodes] hold the first known value of each aspect; ``bits`` uint8[nodes] the
     aspects that differ, and whether some member does not know its bytes.
@@ -146,6 +147,8 @@ def fold(
         if o < _FIRST_COLLECTIVE or alone[e]:
             continue
         c = comm[e]
+        if c < begin or c >= end:
+            continue
         v = base[c] + (k[e] - low[c]) * copies + copy[e]
         node[e] = v
         present[v] += 1

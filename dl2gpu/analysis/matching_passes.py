@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Final
+from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
 import polars as pl
@@ -13,6 +16,7 @@ from dl2gpu.analysis.matching_plan import lossy_ranks, lost_comms, no_nodes
 from dl2gpu.analysis.signatures import SIZED
 from dl2gpu.analysis.tables import KIND, NCCL_LIKE, ROLE, Prepared, dtype_widths
 from dl2gpu.engine.arrays import Array, codes, flags, plain
+from dl2gpu.engine.cores import cores
 from dl2gpu.trace.schema import ANY, OP
 
 __all__ = ["Columns", "Placed", "pass_collectives", "pass_messages"]
@@ -109,11 +113,12 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
     low = np.full(n_comms, np.iinfo(np.int64).max)
     high = np.full(n_comms, -1, np.int64)
     copy = np.zeros(len(op), np.int32)
-    most = kernel.number(
-        op, comm, r, ordinal, count, count_out, missing, lost, size, nccl,
+    parts = _partitions(comm, n_comms)
+    most = over_threads(lambda begin, end: kernel.number(
+        begin, end, op, comm, r, ordinal, count, count_out, missing, lost, size, nccl,
         owner, seen, last, times, out.k, copy, out.alone, low, high,
-    )  # fmt: skip
-    copies = most + 1
+    ), parts)  # fmt: skip
+    copies = max(most) + 1
     used = high >= 0
     width = np.where(used, high - np.where(used, low, 0) + 1, 0)
     total = sum(width.tolist()) * copies
@@ -129,12 +134,13 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
     kind, bits = np.zeros(total, np.int8), np.zeros(total, np.uint8)
     node_k = np.zeros(total, np.int64)
     first = [np.full(total, -1, np.int64) for _ in range(7)]
-    kernel.fold(
-        op, comm, c["root"], c["bytes"], count, c["dtype"], c["reduce_op"],
-        c["new_comm"], c["split"], c["flags"], c["done"], k, copy, out.alone,
+    about_rows = [c[name] for name in ("dtype", "reduce_op", "new_comm", "split", "flags", "done")]
+    root, nbytes = c["root"], c["bytes"]
+    over_threads(lambda begin, end: kernel.fold(
+        begin, end, op, comm, root, nbytes, count, *about_rows, k, copy, out.alone,
         base, low, copies, any_sizes, _sized_table(),
         out.node, present, finished, kind, bits, node_comm, node_k, *first,
-    )  # fmt: skip
+    ), parts)  # fmt: skip
     if k is not out.k:
         placed = np.flatnonzero(out.node >= 0)
         node_k[out.node[placed]] = out.k[placed]
@@ -153,6 +159,32 @@ def pass_collectives(p: Prepared, c: Columns, out: Placed) -> pl.DataFrame:
             "differs": (bits & ~np.uint8(kernel.UNSIZED)) > 0,
         }
     )
+
+
+_LEAST: Final = 200_000
+"""Rows that make a thread worth its while."""
+
+
+def _partitions(comm: Array, n_comms: int) -> list[tuple[int, int]]:
+    """Ranges of communicators with about equally many rows, one for each thread.
+
+    A collective needs its own communicator only, so each thread looks at what is its own; the nodes
+    lie side by side in the end. Where the jobs are divided among threads, one thread has them all.
+    """
+    threads = min(cores(), len(comm) // _LEAST)
+    if threads <= 1 or n_comms <= 1:
+        return [(0, n_comms)]
+    ends = np.cumsum(np.bincount(np.maximum(comm, -1) + 1, minlength=n_comms + 1)[1:])
+    cuts = np.unique(np.searchsorted(ends, np.linspace(0, ends[-1], threads + 1)[1:-1]) + 1)
+    return list(pairwise([0, *(int(c) for c in cuts if c < n_comms), n_comms]))
+
+
+def over_threads(call: Callable[[int, int], Any], parts: list[tuple[int, int]]) -> list[Any]:
+    """``call(begin, end)`` of each part, in threads."""
+    if len(parts) == 1:
+        return [call(*parts[0])]
+    with ThreadPoolExecutor(len(parts), thread_name_prefix="matching") as pool:
+        return list(pool.map(lambda part: call(*part), parts))
 
 
 def _dense_numbers(

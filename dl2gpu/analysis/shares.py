@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from dl2gpu.engine.cores import cores
+from dl2gpu.engine.cores import cores, limited
 from dl2gpu.trace.schema import Trace, split
 
 __all__ = ["over_shares"]
@@ -29,8 +29,13 @@ def over_shares(
     cuts = _cuts(trace, workers or cores())
     if len(cuts) <= 2:
         return [(0, call(trace))]
+
+    def alone(share: Trace) -> T:
+        with limited(1):
+            return call(share)
+
     with ThreadPoolExecutor(len(cuts) - 1, thread_name_prefix="analysis") as pool:
-        return list(zip(cuts, pool.map(call, split(trace, cuts)), strict=False))
+        return list(zip(cuts, pool.map(alone, split(trace, cuts)), strict=False))
 
 
 def _cuts(trace: Trace, most: int) -> list[int]:

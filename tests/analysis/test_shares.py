@@ -11,7 +11,7 @@ import pytest
 from analysis.handmade import made, op
 from polars.testing import assert_frame_equal
 
-from dl2gpu.analysis import analyse, shares, tables
+from dl2gpu.analysis import analyse, matching_passes, shares, tables
 from dl2gpu.trace.discover import discover
 from dl2gpu.trace.order_kernel import in_order
 from dl2gpu.trace.readers import read_files
@@ -43,6 +43,20 @@ def test_findings_do_not_depend_on_threads(
     parted = analyse(trace, workers)
     assert parted.findings == whole.findings
     assert_frame_equal(parted.jobs, whole.jobs, check_row_order=False)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 50])
+def test_communicators_divided_among_threads(
+    demo: Trace, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = analyse(demo, 1)
+    monkeypatch.setattr(matching_passes, "_LEAST", 1)
+    monkeypatch.setattr(matching_passes, "cores", lambda: threads)
+    parts = matching_passes._partitions(demo.events["comm"].fill_null(-1).to_numpy(), 1000)
+    assert 1 < len(parts) <= threads
+    assert parts[0][0] == 0
+    assert parts[-1][1] == 1000
+    assert analyse(demo, 1).findings == whole.findings
 
 
 def test_attempts_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
