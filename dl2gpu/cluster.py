@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 
 from dl2gpu import __version__
 from dl2gpu import shard as shards
-from dl2gpu.engine.choose import devices
+from dl2gpu.engine.choose import EngineError, choose, devices, missing
 from dl2gpu.engine.cores import cores
 from dl2gpu.shard import Result, Task
 from dl2gpu.trace.files import local_path
@@ -96,6 +96,14 @@ class Cluster:
         """How many tasks can be worked on at once."""
         return 1
 
+    def engine(self, asked: str) -> str:
+        """``cpu`` or ``gpu`` for what the user asked.
+
+        Raises:
+            EngineError: the GPU was asked for, and something is missing.
+        """
+        return choose(asked)
+
     def results(self, tasks: Iterable[tuple[Number, Task]]) -> Iterator[Done]:
         """What comes of each task."""
         for number, task in tasks:
@@ -132,16 +140,29 @@ class DaskCluster(Cluster):
             ) from None
         return dict(self._client.nthreads())
 
+    def engine(self, asked: str) -> str:
+        """As the workers can: ``auto`` is ``gpu`` where all of them have one."""
+        if asked not in {"auto", "gpu"}:
+            return choose(asked)
+        lacking = self._client.run(missing)
+        poor = sorted(worker for worker, words in lacking.items() if words)
+        if asked == "gpu" and poor:
+            raise EngineError(
+                f"engine gpu: expected a usable NVIDIA GPU on every worker, found on {poor[0]} "
+                f"{'; '.join(lacking[poor[0]])}; use --engine cpu, or see: dl2gpu doctor"
+            )
+        return "cpu" if poor else "gpu"
+
     def results(self, tasks: Iterable[tuple[Number, Task]]) -> Iterator[Done]:
         from distributed import wait
 
-        window = _AHEAD * self.parallel
         todo = iter(tasks)
         again: deque[tuple[Number, Task]] = deque()
         flying: dict[Any, tuple[Number, Task]] = {}
         finished = 0
         while True:
-            while len(flying) < window:
+            room = self._room(finished) - len(flying)
+            for _ in range(room):
                 item = again.popleft() if again else next(todo, None)
                 if item is None:
                     break
@@ -177,6 +198,14 @@ class DaskCluster(Cluster):
                     )
                 finished += 1
                 yield Done(number, task, result)
+
+    def _room(self, finished: int) -> int:
+        """How many tasks to have in flight: some for each thread that there is now."""
+        try:
+            threads: dict[str, int] = self._client.nthreads()
+        except (CancelledError, OSError, TimeoutError) as error:
+            raise self._gone(finished) from error
+        return _AHEAD * max(1, sum(threads.values()))
 
     def _result(self, future: Any, finished: int) -> Result | None:
         """Of a task that is done; None where it killed its workers.

@@ -15,7 +15,6 @@ import msgspec
 import polars as pl
 
 from dl2gpu.cluster import Cluster, Number, check, opened
-from dl2gpu.engine.choose import choose
 from dl2gpu.journal import Journal
 from dl2gpu.report.model import FINDINGS, JOBS, KINDS, Report
 from dl2gpu.shard import JOB_ROW, SHARD_BYTES, Result, Task, cut, joined
@@ -83,7 +82,6 @@ def scan(
     """
     began = time.perf_counter()
     roots = [paths] if isinstance(paths, str) else list(paths)
-    used = choose(engine)
     check(cluster)
 
     found = discover(roots, job_pattern)
@@ -92,6 +90,7 @@ def scan(
     if select is not None and not files:
         files = found.files
     with opened(cluster, workers, roots) as where:
+        used = where.engine(engine)
         kept = None if journal is None else Journal(journal)
         results = _results(files, used, where, kept, progress or _silent)
     result = joined([results[number] for number in sorted(results)])

@@ -16,6 +16,7 @@ from test_scan import accounted, bytes_of, fine, stuck
 
 from dl2gpu import __version__, cluster, shard
 from dl2gpu.cluster import ClusterError
+from dl2gpu.engine.choose import EngineError, missing
 from dl2gpu.journal import Journal, parts_of
 from dl2gpu.report.model import Report
 from dl2gpu.scan import Step, scan
@@ -319,6 +320,16 @@ def test_workers_must_see_the_files_and_run_the_same_version(corpus: Path) -> No
         cluster.work(task, ("/nowhere",), __version__)
     with pytest.raises(ClusterError, match=r"the scan 0\.0\.0: install the same version"):
         cluster.work(task, (), "0.0.0")
+
+
+def test_the_workers_decide_about_the_engine(
+    corpus: Path, scheduler: tuple[str, Process, list[Process]]
+) -> None:
+    if not missing():
+        pytest.skip("this machine has a usable GPU")
+    assert scan(str(corpus), cluster=scheduler[0], engine="auto").summary["engine"] == "cpu"
+    with pytest.raises(EngineError, match=r"on every worker, found on tcp://.* no NVIDIA driver"):
+        scan(str(corpus), cluster=scheduler[0], engine="gpu")
 
 
 def test_no_gpu_for_a_cuda_cluster(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
