@@ -25,7 +25,7 @@ def check_versions(client: Client) -> None:
     Raises:
         VersionError: some have another version, or none: names each version and its workers.
     """
-    answers: Any = client.get_versions(packages=["dl2gpu"])  # type: ignore[no-untyped-call]
+    answers: Any = client.get_versions(packages=["dl2gpu"])
     found = disagreement(answers)
     if found is not None:
         raise VersionError(found)
