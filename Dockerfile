@@ -10,7 +10,7 @@
 ARG EXTRA=gpu-cu12
 ARG DRIVERS=""
 
-# ---- GPU: the CUDA release of the wheels, so that the image asks for a driver that serves it.
+# ---- GPU: the CUDA that the wheels are for, so that the image asks for a driver that serves it.
 # "base" is CUDA's runtime alone; all other libraries of CUDA come with the wheels.
 FROM nvidia/cuda:12.9.1-base-ubuntu24.04 AS cuda-gpu-cu12
 FROM nvidia/cuda:13.0.0-base-ubuntu24.04 AS cuda-gpu-cu13

@@ -299,7 +299,8 @@ def fixed_costs() -> str:
     """What a millisecond a shard comes to on one GPU, by size of the shard."""
     rows = [
         [f"{shard >> 20:,} MiB", number(round(BYTES / shard)),
-         size(shard / STORED * TABLE * WORKING), seconds(BYTES / shard * 0.01), seconds(BYTES / shard * 0.1)]
+         size(shard / STORED * TABLE * WORKING),
+         seconds(BYTES / shard * 0.01), seconds(BYTES / shard * 0.1)]
         for shard in (SHARD, 8 * SHARD, 64 * SHARD)
     ]  # fmt: skip
     head = ["shard", "shards", "device memory, working", "at 10 ms each", "at 100 ms each"]
