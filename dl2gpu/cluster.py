@@ -23,6 +23,7 @@ from dl2gpu import __version__
 from dl2gpu import shard as shards
 from dl2gpu.engine.choose import EngineError, choose, devices, missing
 from dl2gpu.engine.cores import cores
+from dl2gpu.engine.versions import VersionError, check_versions
 from dl2gpu.shard import Result, Task
 from dl2gpu.trace.files import local_path
 
@@ -118,6 +119,10 @@ class DaskCluster(Cluster):
         self._client = client
         self._roots = roots
         self._threads_of_workers()
+        try:
+            check_versions(client)
+        except VersionError as error:
+            raise ClusterError(f"--cluster {kind}: {error}") from None
 
     @property
     def parallel(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,27 @@ def test_example_of_the_native_format_is_a_deadlock(tmp_path: Path) -> None:
     assert jobs["stuck"]["deadlocked"] is True
     assert jobs["free"]["verdict"] in {"potential", "healthy"}
     assert jobs["free"]["deadlocked"] is not True
+
+
+def test_tables_of_the_scaling_page_are_what_its_script_prints() -> None:
+    scaling = runpy.run_path(str(ROOT / "docs/scaling.py"))
+    text = page("scaling.md")
+    assert scaling["written"](text) == text, "renew it: python docs/scaling.py docs/scaling.md"
+    for make in scaling["TABLES"].values():
+        assert make() in text
+
+
+def test_scaling_agrees_with_the_measured_scans() -> None:
+    """What was fitted gives back what it was fitted to."""
+    scaling = runpy.run_path(str(ROOT / "docs/scaling.py"))
+    a_file, an_entry = (s / scaling["CORES_THERE"] for s in scaling["fitted"]())
+    wall = scaling["wall"]
+    for ranks, entries, seconds in (
+        (128, 128 * 2000, wall(128)),
+        (4096, 4096 * 200, float(scaling["MANY"])),
+    ):
+        more = a_file * (ranks - 512) + an_entry * (entries - 512 * 2000)
+        assert seconds == pytest.approx(wall(512) + more)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 
 __all__ = ["cores", "limited"]
 
 _limit: ContextVar[int | None] = ContextVar("threads", default=None)
 
 
-def cores() -> int:
+def cores(cgroup: str = "/sys/fs/cgroup/cpu.max") -> int:
     """Threads for a piece of work: what :func:`limited` says, else one for each usable processor.
 
-    Those that this process may use, which may be fewer than the machine has.
+    Those that this process may use, which may be fewer than the machine has. A container's limit on
+    processor time counts as well: more threads than that would only be stopped in turn. ``cgroup``
+    is the file that holds it.
     """
     limit = _limit.get()
     if limit is not None:
         return limit
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        usable = len(os.sched_getaffinity(0))
+    else:
+        usable = os.cpu_count() or 1
+    try:
+        quota, period = Path(cgroup).read_text(encoding="ascii").split()
+        return max(1, min(usable, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError, ZeroDivisionError):  # there is none, or it says "max"
+        return usable
 
 
 @contextmanager
