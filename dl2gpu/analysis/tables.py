@@ -15,6 +15,8 @@ import polars as pl
 
 from dl2gpu.analysis.replay_kernel import passed_by_host
 from dl2gpu.engine.arrays import Array, plain
+from dl2gpu.engine.base import Engine
+from dl2gpu.engine.cpu import CPU
 from dl2gpu.trace.order_kernel import in_order
 from dl2gpu.trace.schema import DTYPE_BYTES, EXIT, OP, OP_OTHER, RANKS, STATE, Trace, conform
 
@@ -61,6 +63,7 @@ class Prepared:
         ranks: the ranks table, one row for each rank that has a record, and ``r`` its number.
         comms: the comms table and ``size`` Int32 (0 = unknown), with one row more for each job
             that has a ``finalize`` without a communicator.
+        engine: where all that follows runs.
     """
 
     trace: Trace
@@ -68,6 +71,7 @@ class Prepared:
     jobs: pl.DataFrame
     ranks: pl.DataFrame
     comms: pl.DataFrame
+    engine: Engine = CPU
 
 
 _KEEP: Final = (
@@ -105,7 +109,7 @@ def _sorted(events: pl.DataFrame) -> pl.DataFrame:
     return full.with_columns(nulls).select(events.columns)
 
 
-def prepare(trace: Trace) -> Prepared:
+def prepare(trace: Trace, engine: Engine = CPU) -> Prepared:
     """Sorts the events and derives what all stages share. See :class:`Prepared`."""
     events = trace.events.select(_KEEP)
     if not _in_order(events):
@@ -140,7 +144,7 @@ def prepare(trace: Trace) -> Prepared:
         .sort("job")
     )
     events = _facts(events, jobs, ranks)
-    return Prepared(trace, events, jobs, ranks, comms)
+    return Prepared(trace, events, jobs, ranks, comms, engine)
 
 
 def most_ranks(present: int) -> int:
