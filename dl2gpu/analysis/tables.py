@@ -120,7 +120,8 @@ def prepare(trace: Trace, engine: Engine = CPU) -> Prepared:
     ranks, events = _number_ranks(trace, events)
     comms, events = _finalize_comms(trace, events)
 
-    jobs = conform(trace.jobs, "jobs").join(_job_facts(events), on="job", how="left").sort("job")
+    facts = engine.collect(_job_facts(events))
+    jobs = conform(trace.jobs, "jobs").join(facts, on="job", how="left").sort("job")
     semantics = pl.Series("semantics", [backend_class(b) for b in jobs["backend"]], dtype=pl.Int8)
     members = comms.group_by("job").agg(
         member_max=pl.col("ranks").list.max().max(),
@@ -143,7 +144,7 @@ def prepare(trace: Trace, engine: Engine = CPU) -> Prepared:
         .drop("member_max", "rank_max")
         .sort("job")
     )
-    events = _facts(events, jobs, ranks)
+    events = _facts(events, jobs, ranks, engine)
     return Prepared(trace, events, jobs, ranks, comms, engine)
 
 
@@ -245,16 +246,28 @@ def _finalize_comms(trace: Trace, events: pl.DataFrame) -> tuple[pl.DataFrame, p
     return comms, events
 
 
-def _job_facts(events: pl.DataFrame) -> pl.DataFrame:
-    return events.group_by("job").agg(
-        events=pl.len(),
-        any_completed=(pl.col("state") == STATE["completed"]).any(),
-        any_state=(pl.col("state") > 0).any(),
-        last_created=pl.col("t_created").max(),
+def _job_facts(events: pl.DataFrame) -> pl.LazyFrame:
+    completed = pl.col("state") == STATE["completed"]
+    return (
+        events.lazy()
+        .select(
+            "job",
+            last_created="t_created",
+            any_completed=completed.fill_null(False).cast(pl.Int8),
+            any_state=(pl.col("state") > 0).fill_null(False).cast(pl.Int8),
+        )
+        .group_by("job")
+        .agg(
+            pl.len().alias("events"),
+            pl.col("last_created", "any_completed", "any_state").max(),
+        )
+        .with_columns(pl.col("any_completed", "any_state") > 0)
     )
 
 
-def _facts(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
+def _facts(
+    events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame, engine: Engine
+) -> pl.DataFrame:
     """``done`` and ``doubted``: which recorded completions are believed (rule 7)."""
     completed = pl.col("state") == STATE["completed"]
     passed = _passed(events, jobs, ranks)
@@ -266,15 +279,14 @@ def _facts(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> pl.
     slow = (pl.col("t_completed") - pl.coalesce("t_started", "t_created") > LATE_NS).fill_null(
         False
     )
-    late = (
+    late = engine.collect(
         events.lazy()
         .filter(completed & slow)
         .select("i", "job", "t_completed")
         .join(jobs.lazy().select("job", "last_created"), on="job")
         .filter(pl.col("t_completed") - pl.col("last_created") > LATE_NS)
-        .collect()["i"]
-        .to_numpy()
-    )
+        .select("i")
+    )["i"].to_numpy()
     done = (events["state"].to_numpy() == STATE["completed"]) & _per_event(events, jobs["states"])
     doubted = np.zeros(len(done), np.bool_)
     doubted[late] = done[late]

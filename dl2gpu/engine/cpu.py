@@ -12,7 +12,7 @@ import polars as pl
 from dl2gpu.engine.arrays import Array
 from dl2gpu.engine.base import Argument, Fresh, arguments_of
 
-__all__ = ["CPU", "Cpu"]
+__all__ = ["CPU", "PLANS", "Cpu"]
 
 
 @dataclass(frozen=True)
@@ -64,3 +64,6 @@ class Cpu:
 
 
 CPU: Final = Cpu()
+
+PLANS: Final = Cpu(passes=False)
+"""The GPU engine's way on the CPU."""
