@@ -218,11 +218,13 @@ def _message_parts(p: Prepared) -> pl.LazyFrame:
         dst=here,
         tag=pl.coalesce("recv_tag", "tag"),
         role=pl.lit(ROLE["recv"], pl.Int8),
+        half=pl.lit(1, pl.Int8),
     )
     probes = p2p.filter(op == OP["probe"]).select(
         *common, src=matched, dst=here, tag=matched_tag, role=pl.lit(ROLE["probe"], pl.Int8)
     )
-    return pl.concat([sends, recvs, second, probes]).with_columns(
+    ones = pl.concat([sends, recvs, probes]).with_columns(half=pl.lit(0, pl.Int8))
+    return pl.concat([ones, second]).with_columns(
         # NCCL ignores tags: order alone matches (rule 5)
         tag_recorded=pl.when(pl.col("tag") != ANY).then("tag"),
         tag=pl.when(pl.col("semantics") == NCCL_LIKE)
@@ -251,7 +253,13 @@ def plan_messages(p: Prepared, first: int) -> tuple[pl.DataFrame, pl.DataFrame, 
     # a peer that the source does not know: nothing can be claimed about the message
     known = pl.col("src").is_not_null() & pl.col("dst").is_not_null()
     unknown = parts.lazy().filter(~known)
-    open_parts = parts.lazy().filter(known)
+    # channels are numbered in order of first sight, like those of the passes
+    open_parts = (
+        parts.lazy()
+        .filter(known)
+        .with_columns(seen=2 * pl.col("i").cast(pl.Int64) + pl.col("half"))
+        .with_columns(pl.col("seen").min().over(_CHANNEL))
+    )
     wild = collect(
         open_parts.filter((pl.col("src") == ANY) | (pl.col("tag") == ANY))
         .select("job", "comm", "dst")
@@ -288,12 +296,12 @@ def plan_messages(p: Prepared, first: int) -> tuple[pl.DataFrame, pl.DataFrame, 
     )
     # numbered here: no engine is asked to keep the order of a sort in its middle
     nodes = (
-        collect(placed.lazy().select(*_CHANNEL, "k").unique())
-        .sort(*_CHANNEL, "k")
+        collect(placed.lazy().select(*_CHANNEL, "k", "seen").unique())
+        .sort("seen", "k")
         .with_row_index("node", offset=first)
         .with_columns(pl.col("node").cast(pl.Int32))
     )
-    placed = collect(placed.lazy().join(nodes.lazy(), on=[*_CHANNEL, "k"], how="left"))
+    placed = collect(placed.lazy().join(nodes.lazy().drop("seen"), on=[*_CHANNEL, "k"], how="left"))
     facts = compare_messages(placed, p.engine)
     nodes = nodes.join(facts, on="node", how="left").with_columns(
         pl.col("present", "finished").fill_null(0),
