@@ -19,6 +19,8 @@ from dl2gpu.analysis.matching_passes import Columns, Placed, pass_collectives, p
 from dl2gpu.analysis.matching_plan import attach, plan_collectives, plan_messages
 from dl2gpu.analysis.tables import Prepared, is_collective, is_lossy, prepare
 from dl2gpu.engine.arrays import plain
+from dl2gpu.engine.base import Engine
+from dl2gpu.engine.cpu import CPU
 from dl2gpu.trace.schema import EXIT, FLAG, OP, Trace
 
 __all__ = ["Matching", "match", "match_prepared", "passed_members"]
@@ -48,30 +50,30 @@ class Matching:
     late: pl.DataFrame
 
 
-def match(trace: Trace) -> Matching:
-    """Nodes of a trace. See :class:`Matching`."""
-    return match_prepared(prepare(trace))
+def match(trace: Trace, engine: Engine = CPU) -> Matching:
+    """Nodes of a trace. See :class:`Matching`. ``engine``: where this and all that follows runs."""
+    return match_prepared(prepare(trace, engine))
 
 
-def match_prepared(p: Prepared, *, by_plan: bool = False) -> Matching:
+def match_prepared(p: Prepared) -> Matching:
     """Nodes of a prepared trace. See :class:`Matching`.
 
-    ``by_plan`` takes the lazy plans of :mod:`matching_plan` for everything; else they serve only
-    what the passes of :mod:`matching_kernel` do not do (wildcards).
+    An engine without passes takes the lazy plans of :mod:`matching_plan` for everything; else they
+    serve only what the passes of :mod:`matching_kernel` do not do (wildcards).
     """
-    columns = Columns(p)
-    if by_plan:
+    if not p.engine.passes:
         collectives, coll_nodes = plan_collectives(p)
         coll_nodes = needs(p, coll_nodes)
         parts, message_nodes, boxes = plan_messages(p, first=coll_nodes.height)
-        events = attach(p.events, collectives, parts, boxes)
+        events = attach(p, collectives, parts, boxes)
     else:
+        columns = Columns(p)
         placed = Placed(p.events.height)
         coll_nodes = needs(p, pass_collectives(p, columns, placed))
         passed = pass_messages(p, columns, placed, first=coll_nodes.height)
         if passed is None:
             parts, message_nodes, boxes = plan_messages(p, first=coll_nodes.height)
-            events = attach(p.events, placed.collectives(p.events), parts, boxes)
+            events = attach(p, placed.collectives(p.events), parts, boxes)
         else:
             message_nodes = passed
             events = p.events.with_columns(placed.series())
@@ -96,16 +98,18 @@ def needs(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
     A member whose record starts later (ring buffer), or lists active operations only and has gone
     past, counts as come.
     """
-    unknown = p.comms.filter(pl.col("size") == 0)["comm"]
-    users = (
-        p.events.lazy()
-        .filter(pl.col("comm").is_in(unknown.implode()) & is_collective(pl.col("op")))
-        .group_by("comm")
-        .agg(users=pl.col("rank").n_unique().cast(pl.Int32))
-        .collect()
-    )
+    unknown = p.comms.filter(pl.col("size") == 0).select("comm")
     members = plain(p.comms["size"]).copy()
-    members[users["comm"].to_numpy()] = users["users"].to_numpy()
+    if unknown.height:
+        users = p.engine.collect(
+            p.events.lazy()
+            .filter(is_collective(pl.col("op")))
+            .select("comm", "rank")
+            .join(unknown.lazy(), on="comm", how="semi")
+            .group_by("comm")
+            .agg(users=pl.col("rank").n_unique().cast(pl.Int32))
+        )
+        members[users["comm"].to_numpy()] = users["users"].to_numpy()
     # communicators are numbered as they lie in their table
     of = nodes["comm"].to_numpy()
     nodes = nodes.with_columns(job=p.comms["job"].gather(of), members=pl.Series(members[of]))
@@ -153,11 +157,10 @@ def windows(p: Prepared) -> pl.DataFrame:
         .agg(first=pl.col("ordinal").min(), last=pl.col("ordinal").max())
     )
     status = p.trace.status.lazy().select("job", "comm", "rank", completed="last_completed")
-    return (
+    return p.engine.collect(
         members.join(first, on=["job", "comm", "rank"], how="left")
         .join(status, on=["job", "comm", "rank"], how="left")
         .select("comm", "rank", "first", "completed", "only_active")
-        .collect()
     )
 
 
@@ -171,7 +174,7 @@ def passed_members(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
     w = windows(p)
     if w.is_empty() or nodes.is_empty():
         return pl.DataFrame(schema={"node": nodes.schema["node"], "rank": pl.Int32})
-    return (
+    return p.engine.collect(
         nodes.lazy()
         .select("node", "comm", "k")
         .join(w.lazy(), on="comm", how="inner")
@@ -181,7 +184,6 @@ def passed_members(p: Prepared, nodes: pl.DataFrame) -> pl.DataFrame:
             )
         )
         .select("node", "rank")
-        .collect()
     )
 
 
@@ -191,28 +193,24 @@ def _uneven(p: Prepared, events: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFr
     Flight Recorder writes all_to_all with uneven splits under the one name and keeps only each
     rank's totals: these may differ between ranks, but not summed over all of them.
     """
-    source = p.jobs.filter(pl.col("source") == "flight_recorder")["job"]
+    source = p.jobs.filter(pl.col("source") == "flight_recorder").select("job")
     if source.is_empty():
         return nodes
-    sums = (
+    unfair = pl.col("count").is_null() | ((pl.col("flags") & FLAG["sizes_incomparable"]) != 0)
+    sums = p.engine.collect(
         events.lazy()
-        .filter(
-            (pl.col("op") == OP["all_to_all"])
-            & (pl.col("node") >= 0)
-            & pl.col("job").is_in(source.implode())
+        .filter((pl.col("op") == OP["all_to_all"]) & (pl.col("node") >= 0))
+        .join(source.lazy(), on="job", how="semi")
+        .select(
+            "node",
+            given="count",
+            taken=pl.coalesce("count_out", "count"),
+            unfair=unfair.cast(pl.Int8),
         )
         .group_by("node")
-        .agg(
-            given=pl.col("count").sum(),
-            taken=pl.coalesce("count_out", "count").sum(),
-            fair=(
-                pl.col("count").is_not_null()
-                & ((pl.col("flags") & FLAG["sizes_incomparable"]) == 0)
-            ).all(),
-        )
-        .filter(pl.col("fair") & (pl.col("given") != pl.col("taken")))
+        .agg(pl.col("given", "taken").sum(), pl.col("unfair").max())
+        .filter((pl.col("unfair") == 0) & (pl.col("given") != pl.col("taken")))
         .select("node", uneven=pl.lit(True))
-        .collect()
     )
     if sums.is_empty():
         return nodes
@@ -248,11 +246,10 @@ def _late(p: Prepared, events: pl.DataFrame) -> pl.DataFrame:
         .join(ends.lazy().select("r", "t_last"), on="r", how="left")
     )
     gone = parts.group_by("node").agg(gone=pl.col("t_last").min())
-    return (
+    return p.engine.collect(
         parts.join(gone, on="node")
         .filter((pl.col("t_created") > pl.col("gone") + _GAVE_UP_NS).fill_null(False))
         .select("node", "rank")
         .unique()
         .sort("node", "rank")
-        .collect()
     )

@@ -45,11 +45,10 @@ def stale_ranks(p: Program) -> dict[int, set[int]]:
             .filter(~pl.col("only_active"))
             .join(ahead.select("node", "comm"), on="comm")
         )
-        there = (
+        there = prepared.engine.collect(
             m.events.lazy()
             .select("node", "rank")
             .filter(pl.col("node").is_in(ahead["node"].implode()))
-            .collect()
         )
         members = members.join(there, on=["node", "rank"], how="anti")
         from dl2gpu.analysis.matching import passed_members
@@ -228,13 +227,12 @@ def clock(m: Matching, jobs: list[int]) -> dict[int, tuple[int | None, float | N
     """Per job: when progress stopped (ns), and GPU-hours from then to the last sign of life."""
     if not jobs:
         return {}
-    times = (
+    times = m.prepared.engine.collect(
         m.events.lazy()
         .filter(pl.col("job").is_in(jobs))
         .select("job", "t_created", done=pl.when("done").then(pl.col("t_completed")))
         .group_by("job")
         .agg(done=pl.col("done").max(), created=pl.col("t_created").max())
-        .collect()
     )
     ends = m.prepared.ranks.group_by("job").agg(last=pl.col("t_last").max(), n=pl.len())
     out: dict[int, tuple[int | None, float | None]] = {}

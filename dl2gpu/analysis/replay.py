@@ -12,10 +12,11 @@ from typing import ClassVar, Final
 import numpy as np
 import polars as pl
 
-from dl2gpu.analysis import replay_kernel
+from dl2gpu.analysis import replay_kernel, rounds_kernel
 from dl2gpu.analysis.matching import Matching
 from dl2gpu.analysis.tables import NCCL_LIKE, ROLE
 from dl2gpu.engine.arrays import Array, codes, flags, plain
+from dl2gpu.engine.base import Argument, Fresh
 from dl2gpu.trace.schema import MODE, OP, SEND_MODE, Trace
 
 __all__ = ["Fixpoint", "Program", "Scenario", "build", "replay", "run"]
@@ -373,48 +374,143 @@ def layout(p: Program, scenario: Scenario) -> Layout:
 
 
 def run(p: Program, scenario: Scenario, jobs: Array | None = None) -> Fixpoint:
-    """The least fixpoint of the given jobs (default: all).
+    """The least fixpoint of the given jobs (default: all), on the engine of the program.
 
     ``jobs`` int32: their numbers; the others stay untouched (nothing issued).
     """
     lay = layout(p, scenario)
     k = p.kernel
-    n = len(p.r)
     n_jobs = len(p.job_event) - 1
     job_of_rank = p.matching.prepared.ranks["job"].to_numpy()
-    job_lane = np.searchsorted(job_of_rank[lay.lane_rank], np.arange(n_jobs + 1)).astype(np.int32)
-    job_queue = np.searchsorted(job_of_rank[lay.queue_rank], np.arange(n_jobs + 1)).astype(np.int32)
+    done = k["done"] if scenario.use_states else np.zeros(len(p.r), np.bool_)
+    if scenario.use_records:
+        done = done | k["passed"]
+    chosen = np.arange(n_jobs, dtype=np.int32) if jobs is None else jobs.astype(np.int32)
+
+    def offsets(of_rank: Array) -> Array:
+        return np.searchsorted(job_of_rank[of_rank], np.arange(n_jobs + 1)).astype(np.int32)
+
+    where = _Where(chosen, offsets(lay.lane_rank), offsets(lay.queue_rank), done)
+    how = _by_work_list if p.matching.prepared.engine.passes else _in_rounds
+    return how(p, scenario, lay, where)
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The jobs of a run, where the places of each job begin, and what is known to be complete."""
+
+    jobs: Array
+    job_lane: Array
+    job_queue: Array
+    done: Array
+
+
+def _by_work_list(p: Program, scenario: Scenario, lay: Layout, where: _Where) -> Fixpoint:
+    """The fixpoint by the compiled work list of :mod:`replay_kernel`."""
+    k = p.kernel
+    n = len(p.r)
     issued, started, completed = (np.zeros(n, np.bool_) for _ in range(3))
     lane_at = np.full(len(lay.lane_first), -1, np.int32)
     queue_at = np.full(len(lay.queue_first), -1, np.int32)
     partner = np.full(n, -1, np.int32)
-    done = k["done"] if scenario.use_states else np.zeros(n, np.bool_)
-    if scenario.use_records:
-        done = done | k["passed"]
-    wait_left = k["wait_left"].copy()
-    eager = _eager(p, scenario)
     scratch = replay_kernel.scratch(
         n, len(lay.lane_first), len(lay.queue_first), len(lay.unit_first), len(k["node_kind"])
     )
     # how far each mailbox is behind us
     take_at, send_at = k["take_start"][:-1].copy(), k["send_start"][:-1].copy()
-
-    chosen = np.arange(n_jobs, dtype=np.int32) if jobs is None else jobs.astype(np.int32)
     replay_kernel.run(
-        chosen, p.job_event, job_lane, job_queue, k["job_box"],
+        where.jobs, p.job_event, where.job_lane, where.job_queue, k["job_box"],
         lay.lane_of, lay.lane_next, lay.lane_first,
         lay.queue_of, lay.queue_next, lay.queue_first,
         lay.unit_of, lay.unit_first, lay.unit_size,
-        k["host_blocks"], k["wait_kind"], wait_left, k["dep_start"], k["dep_wait"],
-        k["node1"], k["node2"], k["role"], eager, k["alone"], done,
+        k["host_blocks"], k["wait_kind"], k["wait_left"].copy(), k["dep_start"], k["dep_wait"],
+        k["node1"], k["node2"], k["role"], _eager(p, scenario), k["alone"], where.done,
         k["node_start"], k["node_part"], k["node_kind"], k["node_need"], k["node_blocks"],
         k["take_start"], k["take_event"], k["take_one"], k["send_start"], k["send_event"],
         p.rank_of, k["peer"], k["tag"], k["recv_peer"], k["recv_tag"],
         scenario.early_release, scenario.atomic_batch, scenario.wild_high,
         issued, started, completed, lane_at, queue_at, partner, *scratch, take_at, send_at,
-        *replay_kernel.stacks(chosen, p.job_event, job_lane, job_queue),
+        *replay_kernel.stacks(where.jobs, p.job_event, where.job_lane, where.job_queue),
     )  # fmt: skip
     return Fixpoint(scenario, issued, started, completed, lane_at, queue_at, partner, lay)
+
+
+_MOST_EVENTS: Final = (1 << 29) - 1
+"""Parts are numbered in 32 bits, four an event."""
+
+
+def _in_rounds(p: Program, scenario: Scenario, lay: Layout, where: _Where) -> Fixpoint:
+    """The fixpoint by :mod:`rounds_kernel`, a block a job.
+
+    Raises:
+        OverflowError: more events than its numbers hold.
+    """
+    n = len(p.r)
+    if n > _MOST_EVENTS:
+        raise OverflowError(f"replay: expected at most {_MOST_EVENTS} events a shard, found {n}")
+    many = len(where.jobs)
+    places = where.job_lane[where.jobs + 1] - where.job_lane[where.jobs]
+    places = places + where.job_queue[where.jobs + 1] - where.job_queue[where.jobs]
+    got = p.matching.prepared.engine.launch(
+        rounds_kernel.bound,
+        rounds_arguments(p, scenario, lay, where),
+        many,
+        int(places.max(initial=0)),
+    )
+    return Fixpoint(
+        scenario, got["issued"], got["started"], got["completed"], got["lane_at"],
+        got["queue_at"], got["partner"], lay,
+    )  # fmt: skip
+
+
+def rounds_arguments(
+    p: Program, scenario: Scenario, lay: Layout, where: _Where
+) -> dict[str, Argument]:
+    """What :func:`rounds_kernel.rounds` takes, by name."""
+    n = len(p.r)
+    lanes, queues = len(lay.lane_first), len(lay.queue_first)
+    nodes, boxes = len(p.kernel["node_kind"]), len(p.kernel["take_start"]) - 1
+    k = {name: array for name, array in p.kernel.items() if name not in {"passed", "wait_left"}}
+    flag, number = np.bool_, np.int32
+    return {
+        **k,
+        "done": where.done,
+        "wait_needs": p.kernel["wait_left"],
+        "eager": _eager(p, scenario),
+        "jobs": where.jobs, "job_event": p.job_event,
+        "job_lane": where.job_lane, "job_queue": where.job_queue,
+        "lane_of": lay.lane_of, "lane_next": lay.lane_next, "lane_first": lay.lane_first,
+        "queue_of": lay.queue_of, "queue_next": lay.queue_next, "queue_first": lay.queue_first,
+        "unit_of": lay.unit_of, "unit_first": lay.unit_first, "unit_size": lay.unit_size,
+        "rank_of": p.rank_of,
+        "early": scenario.early_release,
+        "atomic": scenario.atomic_batch,
+        "wild_high": scenario.wild_high,
+        "issued": Fresh(n, flag, keep=True),
+        "started": Fresh(n, flag, keep=True),
+        "completed": Fresh(n, flag, keep=True),
+        "lane_at": Fresh(lanes, number, -1, keep=True),
+        "queue_at": Fresh(queues, number, -1, keep=True),
+        "partner": Fresh(n, number, -1, keep=True),
+        "waiting": Fresh(lanes + queues, number),
+        "ready": Fresh(n, flag),
+        "claimed": Fresh(n, number),
+        "parts_left": Fresh(n, number),
+        "satisfied": Fresh(n, number),
+        "wait_left": Fresh(n, number),
+        "units": Fresh(4 * len(lay.unit_first), number),
+        "arrived": Fresh(2 * nodes, number),
+        "root_in": Fresh(2 * nodes, flag),
+        "outstanding": Fresh(lanes, number),
+        "forced": Fresh(lanes, number, -1),
+        "take_at": Fresh(boxes, number),
+        "send_at": Fresh(boxes, number),
+        "counts": Fresh(rounds_kernel.COUNTERS * len(where.jobs), number),
+        "starts": Fresh(2 * n, number),
+        "sats": Fresh(4 * n, number),
+        "comps": Fresh(n, number),
+        "agents": Fresh(lanes + queues, number),
+    }  # fmt: skip
 
 
 def _eager(p: Program, scenario: Scenario) -> Array:

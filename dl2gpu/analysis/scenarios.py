@@ -140,11 +140,13 @@ def plausible(p: Program, calm: Array) -> Iterator[tuple[Scenario, str, Array]]:
     if not len(calm):
         return
     e = p.matching.events
-    rows = e.lazy().filter(pl.col("job").is_in(calm))
+    rows = e.lazy().join(
+        pl.LazyFrame({"job": calm}, schema={"job": e.schema["job"]}), on="job", how="semi"
+    )
 
     def jobs(frame: pl.LazyFrame) -> Array:
-        found = frame.select("job").unique().collect()["job"].to_numpy()
-        return np.intersect1d(found, calm).astype(np.int32)
+        found = p.matching.prepared.engine.collect(frame.select("job").unique())["job"].to_numpy()
+        return np.sort(found).astype(np.int32)
 
     several = jobs(
         rows.filter(pl.col("stream").is_not_null())

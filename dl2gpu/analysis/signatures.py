@@ -11,7 +11,8 @@ from typing import Final
 
 import polars as pl
 
-from dl2gpu.analysis.tables import NCCL_LIKE
+from dl2gpu.analysis.tables import NCCL_LIKE, ROLE
+from dl2gpu.engine.base import Engine
 from dl2gpu.trace.schema import FLAG, OP
 
 __all__ = ["BLOCKING", "compare_collectives", "compare_messages"]
@@ -59,105 +60,108 @@ _ASPECTS: Final = {
 }  # fmt: skip
 
 
-def compare_collectives(coll: pl.DataFrame, key: list[str]) -> pl.DataFrame:
+def compare_collectives(coll: pl.DataFrame, key: list[str], engine: Engine) -> pl.DataFrame:
     """One row a node: parts present and complete, and what differs.
 
-    ``coll`` holds the collective events; those of one node agree in the ``key`` columns. First one
-    hash a member is compared over the whole node; only nodes whose hashes differ are looked at
-    aspect by aspect.
+    ``coll`` holds the collective events; those of one node agree in the ``key`` columns.
     """
-    lazy = comparable(coll.lazy())
-    mixed = pl.struct([pl.col(c) for c in _ASPECTS.values()]).hash(seed=1)
     op = pl.col("op")
     kind = (
         pl.when(op.is_between(OP["broadcast"], OP["scatter_v"]) & pl.col("root").is_not_null())
-        .then(1)
+        .then(pl.lit(1, pl.Int8))
         .when(op.is_between(OP["reduce"], OP["gather_v"]) & pl.col("root").is_not_null())
-        .then(2)
-        .otherwise(0)
-        .cast(pl.Int8)
+        .then(pl.lit(2, pl.Int8))
+        .otherwise(pl.lit(0, pl.Int8))
     )
     nodes = (
-        lazy.with_columns(kind=kind, mixed=mixed)
-        .group_by(key)
-        .agg(
-            *(pl.col(c).min() for c in ("comm", "k") if c not in key),
-            kind=pl.col("kind").max(),
-            root=pl.col("c_root").max(),
-            present=pl.len().cast(pl.Int32),
-            finished=pl.col("done").sum().cast(pl.Int32),
-            low=pl.col("mixed").min(),
-            high=pl.col("mixed").max(),
-        )
-        .collect()
-    )
-    suspects = nodes.filter(pl.col("low") != pl.col("high")).select(key)
-    if suspects.is_empty():
-        return nodes.drop("low", "high").with_columns(blocks=pl.lit(False), differs=pl.lit(False))
-    aspects = (
-        lazy.join(suspects.lazy(), on=key, how="semi")
-        .group_by(key)
-        .agg(
-            *(
-                (pl.col(column).min() != pl.col(column).max()).fill_null(False).alias(name)
-                for name, column in _ASPECTS.items()
-            ),
+        comparable(coll.lazy())
+        .with_columns(
+            kind=kind,
+            done=pl.col("done").cast(pl.Int32),
             # where all know their bytes, the element count says nothing more about blocking
-            unsized=(pl.col("c_bytes").is_null() & pl.col("fair")).any(),
+            unsized=(pl.col("c_bytes").is_null() & pl.col("fair")).cast(pl.Int8),
         )
-        .collect()
+        .group_by(key)
+        .agg(
+            pl.len().cast(pl.Int32).alias("present"),
+            pl.col("done").sum().alias("finished"),
+            pl.col("kind").max(),
+            pl.col("c_root").max().alias("root"),
+            pl.col("unsized").max(),
+            *(pl.col(column).min().alias(f"low_{name}") for name, column in _ASPECTS.items()),
+            *(pl.col(column).max().alias(f"high_{name}") for name, column in _ASPECTS.items()),
+        )
     )
+    differs = {
+        name: (pl.col(f"low_{name}") != pl.col(f"high_{name}")).fill_null(False)
+        for name in _ASPECTS
+    }
+    count = differs["count"]
     blocks = (
-        pl.col("op") | pl.col("root") | pl.col("bytes") | pl.col("new_comm")
-        | (pl.col("count") & pl.col("unsized"))
+        differs["op"] | differs["root"] | differs["bytes"] | differs["new_comm"]
+        | (count & (pl.col("unsized") > 0))
     )  # fmt: skip
-    soft = pl.col("dtype") | pl.col("reduce_op") | pl.col("count")
-    judged = aspects.select(*key, blocks=blocks, differs=blocks | soft)
-    return (
-        nodes.drop("low", "high")
-        .join(judged, on=key, how="left")
-        .with_columns(pl.col("blocks", "differs").fill_null(False))
+    soft = differs["dtype"] | differs["reduce_op"] | count
+    return engine.collect(
+        nodes.select(
+            *key, "present", "finished", "kind", "root", blocks=blocks, differs=blocks | soft
+        )
     )
 
 
-def compare_messages(parts: pl.DataFrame) -> pl.DataFrame:
+def compare_messages(parts: pl.DataFrame, engine: Engine) -> pl.DataFrame:
     """One row a message node: the halves present and complete, and whether they fit.
 
     On NCCL both sides must name the same size. MPI and gloo let a receive be larger than what is
     sent, not smaller. Tags that differ on a backend that ignores them mean that another message was
     meant: a mismatch that stops nobody.
     """
-    send = pl.col("role") == 3
-    recv = pl.col("role") == 4
+    send = pl.col("role") == ROLE["send"]
+    recv = pl.col("role") == ROLE["recv"]
     facts = (
         parts.lazy()
         .filter(send | recv)
+        .select(
+            "node", "semantics", "dtype", "tag_recorded",
+            done=pl.col("done").cast(pl.Int32),
+            cut=pl.col("cut").cast(pl.Int8),
+            send=send.cast(pl.Int8),
+            recv=recv.cast(pl.Int8),
+            sent=pl.when(send).then("bytes"),
+            taken=pl.when(recv).then("bytes"),
+            n_sent=pl.when(send).then("count"),
+            n_taken=pl.when(recv).then("count"),
+        )
         .group_by("node")
         .agg(
-            present=pl.len().cast(pl.Int32),
-            finished=pl.col("done").sum().cast(pl.Int32),
-            semantics=pl.col("semantics").max(),
-            cut=pl.col("cut").any(),
-            has_send=send.any(),
-            has_recv=recv.any(),
-            sent=pl.when(send).then("bytes").otherwise(None).max(),
-            taken=pl.when(recv).then("bytes").otherwise(None).max(),
-            n_sent=pl.when(send).then("count").otherwise(None).max(),
-            n_taken=pl.when(recv).then("count").otherwise(None).max(),
-            dtypes=(pl.col("dtype").min() != pl.col("dtype").max()).fill_null(False),
-            tags=(pl.col("tag_recorded").min() != pl.col("tag_recorded").max()).fill_null(False),
+            pl.len().cast(pl.Int32).alias("present"),
+            pl.col("done").sum().alias("finished"),
+            pl.col("semantics", "cut", "send", "recv", "sent", "taken", "n_sent", "n_taken").max(),
+            pl.col("dtype", "tag_recorded").min().name.prefix("low_"),
+            pl.col("dtype", "tag_recorded").max().name.prefix("high_"),
         )
+    )  # fmt: skip
+    dtypes, tags = (
+        (pl.col(f"low_{name}") != pl.col(f"high_{name}")).fill_null(False)
+        for name in ("dtype", "tag_recorded")
     )
     known = pl.col("sent").is_not_null() & pl.col("taken").is_not_null()
     left = pl.when(known).then("sent").otherwise("n_sent")
     right = pl.when(known).then("taken").otherwise("n_taken")
-    unequal = (left != right).fill_null(False)
-    too_large = (left > right).fill_null(False)
     # where a window is lost the two sides may be of different messages: no size is compared
-    fair = ~pl.col("cut")
-    blocks = fair & pl.when(pl.col("semantics") == NCCL_LIKE).then(unequal).otherwise(too_large)
-    return facts.with_columns(blocks=blocks).select(
-        "node", "present", "finished", "has_send", "has_recv", "cut", "blocks",
-        differs=pl.col("blocks")
-        | (fair & (pl.col("dtypes") | (pl.col("tags") & (pl.col("semantics") == NCCL_LIKE)))),
-    ).collect()  # fmt: skip
+    fair = pl.col("cut") == 0
+    strict = pl.col("semantics") == NCCL_LIKE
+    unfit = (strict & (left != right)) | (~strict & (left > right))
+    blocks = fair & unfit.fill_null(False)
+    return engine.collect(
+        facts.select(
+            "node",
+            "present",
+            "finished",
+            has_send=pl.col("send") > 0,
+            has_recv=pl.col("recv") > 0,
+            cut=pl.col("cut") > 0,
+            blocks=blocks,
+            differs=blocks | (fair & (dtypes | (tags & strict))),
+        )
+    )

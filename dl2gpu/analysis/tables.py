@@ -15,6 +15,8 @@ import polars as pl
 
 from dl2gpu.analysis.replay_kernel import passed_by_host
 from dl2gpu.engine.arrays import Array, plain
+from dl2gpu.engine.base import Engine
+from dl2gpu.engine.cpu import CPU
 from dl2gpu.trace.order_kernel import in_order
 from dl2gpu.trace.schema import DTYPE_BYTES, EXIT, OP, OP_OTHER, RANKS, STATE, Trace, conform
 
@@ -61,6 +63,7 @@ class Prepared:
         ranks: the ranks table, one row for each rank that has a record, and ``r`` its number.
         comms: the comms table and ``size`` Int32 (0 = unknown), with one row more for each job
             that has a ``finalize`` without a communicator.
+        engine: where all that follows runs.
     """
 
     trace: Trace
@@ -68,6 +71,7 @@ class Prepared:
     jobs: pl.DataFrame
     ranks: pl.DataFrame
     comms: pl.DataFrame
+    engine: Engine = CPU
 
 
 _KEEP: Final = (
@@ -105,7 +109,7 @@ def _sorted(events: pl.DataFrame) -> pl.DataFrame:
     return full.with_columns(nulls).select(events.columns)
 
 
-def prepare(trace: Trace) -> Prepared:
+def prepare(trace: Trace, engine: Engine = CPU) -> Prepared:
     """Sorts the events and derives what all stages share. See :class:`Prepared`."""
     events = trace.events.select(_KEEP)
     if not _in_order(events):
@@ -116,7 +120,8 @@ def prepare(trace: Trace) -> Prepared:
     ranks, events = _number_ranks(trace, events)
     comms, events = _finalize_comms(trace, events)
 
-    jobs = conform(trace.jobs, "jobs").join(_job_facts(events), on="job", how="left").sort("job")
+    facts = engine.collect(_job_facts(events))
+    jobs = conform(trace.jobs, "jobs").join(facts, on="job", how="left").sort("job")
     semantics = pl.Series("semantics", [backend_class(b) for b in jobs["backend"]], dtype=pl.Int8)
     members = comms.group_by("job").agg(
         member_max=pl.col("ranks").list.max().max(),
@@ -139,8 +144,8 @@ def prepare(trace: Trace) -> Prepared:
         .drop("member_max", "rank_max")
         .sort("job")
     )
-    events = _facts(events, jobs, ranks)
-    return Prepared(trace, events, jobs, ranks, comms)
+    events = _facts(events, jobs, ranks, engine)
+    return Prepared(trace, events, jobs, ranks, comms, engine)
 
 
 def most_ranks(present: int) -> int:
@@ -241,16 +246,28 @@ def _finalize_comms(trace: Trace, events: pl.DataFrame) -> tuple[pl.DataFrame, p
     return comms, events
 
 
-def _job_facts(events: pl.DataFrame) -> pl.DataFrame:
-    return events.group_by("job").agg(
-        events=pl.len(),
-        any_completed=(pl.col("state") == STATE["completed"]).any(),
-        any_state=(pl.col("state") > 0).any(),
-        last_created=pl.col("t_created").max(),
+def _job_facts(events: pl.DataFrame) -> pl.LazyFrame:
+    completed = pl.col("state") == STATE["completed"]
+    return (
+        events.lazy()
+        .select(
+            "job",
+            last_created="t_created",
+            any_completed=completed.fill_null(False).cast(pl.Int8),
+            any_state=(pl.col("state") > 0).fill_null(False).cast(pl.Int8),
+        )
+        .group_by("job")
+        .agg(
+            pl.len().alias("events"),
+            pl.col("last_created", "any_completed", "any_state").max(),
+        )
+        .with_columns(pl.col("any_completed", "any_state") > 0)
     )
 
 
-def _facts(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
+def _facts(
+    events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame, engine: Engine
+) -> pl.DataFrame:
     """``done`` and ``doubted``: which recorded completions are believed (rule 7)."""
     completed = pl.col("state") == STATE["completed"]
     passed = _passed(events, jobs, ranks)
@@ -262,15 +279,14 @@ def _facts(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> pl.
     slow = (pl.col("t_completed") - pl.coalesce("t_started", "t_created") > LATE_NS).fill_null(
         False
     )
-    late = (
+    late = engine.collect(
         events.lazy()
         .filter(completed & slow)
         .select("i", "job", "t_completed")
         .join(jobs.lazy().select("job", "last_created"), on="job")
         .filter(pl.col("t_completed") - pl.col("last_created") > LATE_NS)
-        .collect()["i"]
-        .to_numpy()
-    )
+        .select("i")
+    )["i"].to_numpy()
     done = (events["state"].to_numpy() == STATE["completed"]) & _per_event(events, jobs["states"])
     doubted = np.zeros(len(done), np.bool_)
     doubted[late] = done[late]

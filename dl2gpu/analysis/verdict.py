@@ -25,6 +25,8 @@ from dl2gpu.analysis.roots import find_causes
 from dl2gpu.analysis.shares import over_shares
 from dl2gpu.analysis.waitfor import build_graph
 from dl2gpu.analysis.wording import advice_for, summary_of
+from dl2gpu.engine.base import Engine
+from dl2gpu.engine.choose import engine_of
 from dl2gpu.trace.schema import Trace
 
 __all__ = ["Analysis", "Finding", "analyse"]
@@ -50,14 +52,24 @@ _GRAVITY: Final = (
 )  # fmt: skip
 
 
-def analyse(trace: Trace, workers: int | None = None) -> Analysis:
+def analyse(trace: Trace, workers: int | None = None, engine: str | Engine = "cpu") -> Analysis:
     """All findings of a trace.
 
     Args:
         trace: the event table and its side tables, many jobs at once.
-        workers: threads; default one a core.
+        workers: threads; default one a core. A GPU takes all jobs at once.
+        engine: where it runs: "cpu", "gpu" (what :func:`choose` gives), or an engine itself.
+
+    Raises:
+        EngineError: the engine is another.
+        DeviceMemoryError: the shard does not fit the memory of the GPU; a smaller one may.
     """
-    shares = over_shares(trace, lambda share: analyse_matched(match(share)), workers)
+    where = engine_of(engine) if isinstance(engine, str) else engine
+    shares = over_shares(
+        trace,
+        lambda share: analyse_matched(match(share, where)),
+        workers if where.passes else 1,
+    )
     return Analysis(
         [f | {"job": f["job"] + first} for first, found in shares for f in found.findings],
         pl.concat([found.jobs.with_columns(pl.col("job") + first) for first, found in shares]),

@@ -320,8 +320,10 @@ def _absent(
         .explode("rank", empty_as_null=False)
         .select("node", "job", "rank")
     )
-    present = p.matching.events.filter(pl.col("node").is_in(collective["node"].implode())).select(
-        "node", "rank"
+    present = prepared.engine.collect(
+        p.matching.events.lazy()
+        .select("node", "rank")
+        .join(collective.select("node").lazy(), on="node", how="semi")
     )
     passed = passed_members(prepared, collective).cast({"node": pl.Int32})
     members = members.join(present, on=["node", "rank"], how="anti").join(
@@ -451,9 +453,6 @@ def components(g: Graph, with_inferred: bool) -> tuple[Array, Array]:
         bool[labels]: components that are deadlock cycles (more than one place, or a place that
         needs itself), knots where a vertex needs only one target.
     """
-    from scipy.sparse import coo_matrix
-    from scipy.sparse.csgraph import connected_components
-
     keep = np.ones(len(g.src), np.bool_) if with_inferred else ~g.inferred
     if g.either.any():
         hope = hopeful(g, with_inferred)
@@ -465,10 +464,12 @@ def components(g: Graph, with_inferred: bool) -> tuple[Array, Array]:
     used = np.flatnonzero(touched)
     number = np.full(g.size, len(used), np.int64)
     number[used] = np.arange(len(used))
-    matrix = coo_matrix(
-        (np.ones(len(src), np.int8), (number[src], number[dst])), shape=(len(used), len(used))
-    ).tocsr()
-    count, of_used = connected_components(matrix, directed=True, connection="strong")
+    engine = g.program.matching.prepared.engine
+    found = engine.components(number[src], number[dst], len(used))
+    # numbered by their first vertices, whatever the engine calls them
+    _, first, of_label = np.unique(found, return_index=True, return_inverse=True)
+    count = len(first)
+    of_used = np.argsort(np.argsort(first))[of_label]
     circular = np.bincount(of_used, minlength=count) > 1
     circular[of_used[number[src[src == dst]]]] = True
     # a single node or rank is no place

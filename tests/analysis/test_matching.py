@@ -19,6 +19,7 @@ from programs import from_seed, renamed, shuffled, trace_of
 
 from dl2gpu.analysis.matching import Matching, match, match_prepared
 from dl2gpu.analysis.tables import prepare
+from dl2gpu.engine.cpu import CPU, PLANS
 from dl2gpu.trace.discover import discover
 from dl2gpu.trace.readers import read_files
 from dl2gpu.trace.schema import OP, STATE, STATUS, Trace, concat
@@ -65,7 +66,9 @@ def canonical(m: Matching) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
 def assert_same(trace: Trace, hint: object = "") -> None:
     p = prepare(trace)
     for passed, planned in zip(
-        canonical(match_prepared(p)), canonical(match_prepared(p, by_plan=True)), strict=True
+        canonical(match_prepared(p)),
+        canonical(match_prepared(replace(p, engine=PLANS))),
+        strict=True,
     ):
         for column in passed.columns:
             left, right = passed[column].to_list(), planned[column].to_list()
@@ -234,9 +237,9 @@ def taken(m: Matching) -> pl.DataFrame:
 Match = Callable[[Trace], Matching]
 
 
-@pytest.fixture(params=[False, True], ids=["passes", "plans"])
+@pytest.fixture(params=[CPU, PLANS], ids=["passes", "plans"])
 def matched(request: pytest.FixtureRequest) -> Match:
-    return lambda trace: match_prepared(prepare(trace), by_plan=request.param)
+    return lambda trace: match_prepared(prepare(trace, request.param))
 
 
 def test_counted_where_the_source_gives_no_numbers(matched: Match) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import polars as pl
@@ -11,6 +12,7 @@ from analysis.handmade import made, op, recv, send
 
 from dl2gpu.analysis.matching import match_prepared
 from dl2gpu.analysis.tables import prepare
+from dl2gpu.engine.cpu import CPU, PLANS
 from dl2gpu.trace.schema import FLAG
 
 Op = dict[str, Any]
@@ -23,8 +25,8 @@ def judged(*ops: Op, **job: Any) -> tuple[bool, bool]:
     said = set()
     for order in {tuple(range(len(ops))), tuple(reversed(range(len(ops))))}:
         p = prepare(made(*([ops[k]] for k in order), **job))
-        for by_plan in (False, True):
-            nodes = match_prepared(p, by_plan=by_plan).nodes.filter(pl.col("present") > 0)
+        for engine in (CPU, PLANS):
+            nodes = match_prepared(replace(p, engine=engine)).nodes.filter(pl.col("present") > 0)
             assert nodes.height == 1
             said.add(nodes.select("differs", "blocks").row(0))
     assert len(said) == 1, "the verdict depends on the order or on the way of matching"
@@ -154,8 +156,8 @@ def message(sent: Op, taken: Op, backend: str = "nccl") -> tuple[bool, bool]:
     bare = {"count": None, "dtype": None}
     p = prepare(made([send(1) | bare | sent], [recv(0) | bare | taken], backend=backend))
     said = {
-        match_prepared(p, by_plan=by_plan).nodes.select("differs", "blocks").row(0)
-        for by_plan in (False, True)
+        match_prepared(replace(p, engine=engine)).nodes.select("differs", "blocks").row(0)
+        for engine in (CPU, PLANS)
     }
     assert len(said) == 1
     return next(iter(said))
@@ -193,8 +195,8 @@ def test_halves_of_sendrecv_are_of_their_own_length() -> None:
         )
         p = prepare(made(*ranks, backend="mpi"))
         both = [
-            match_prepared(p, by_plan=b).nodes.sort("src")["blocks"].to_list()
-            for b in (False, True)
+            match_prepared(replace(p, engine=e)).nodes.sort("src")["blocks"].to_list()
+            for e in (CPU, PLANS)
         ]
         assert both[0] == both[1]
         rows.append(both[0])
@@ -205,6 +207,6 @@ def test_halves_of_sendrecv_are_of_their_own_length() -> None:
 @pytest.mark.parametrize("members", list(itertools.permutations((4, 4, 8))))
 def test_every_member_is_compared(members: tuple[int, ...]) -> None:
     p = prepare(made(*([op("all_reduce", count=n)] for n in members)))
-    for by_plan in (False, True):
-        nodes = match_prepared(p, by_plan=by_plan).nodes.filter(pl.col("present") > 0)
+    for engine in (CPU, PLANS):
+        nodes = match_prepared(replace(p, engine=engine)).nodes.filter(pl.col("present") > 0)
         assert nodes["blocks"].to_list() == [True]
