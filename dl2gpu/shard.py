@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 import polars as pl
 
+from dl2gpu.engine.choose import DeviceMemoryError
 from dl2gpu.engine.cores import limited
 from dl2gpu.report.model import JOBS
 from dl2gpu.trace.inputs import Input, TraceFile
@@ -126,23 +127,32 @@ def lost(task: Task, reason: str) -> Result:
 def run(task: Task) -> Result:
     """Reads and analyses the files of a shard.
 
-    Where memory does not suffice, each half of the jobs is tried by itself; of a single job that
-    does not fit, the files are quarantined.
+    Where memory does not suffice, each half of the jobs is tried by itself. A single job that does
+    not fit the GPU is analysed on the CPU, with a note; of one that does not fit at all, the files
+    are quarantined.
     """
+    on_device = False
     try:
         with limited(task.threads):
             trace, inputs = read_files(task.files)
             if not trace.jobs.height:
                 return Result([], [], inputs, [])
-            jobs, findings, failed = _analyse(trace, 0)
+            jobs, findings, failed = _analyse(trace, task.engine, 0)
+    except DeviceMemoryError:
+        on_device = True
     except MemoryError:
         pass  # what was read is given back when this block is left
     else:
         return Result(jobs, findings, [_failed(i, failed) for i in inputs], [])
     parts = halves(task)
-    if parts is None:
+    if parts is not None:
+        return joined([run(part) for part in parts])
+    if not on_device:
         return lost(task, f"out of memory: the job's {task.size} bytes of input do not fit")
-    return joined([run(part) for part in parts])
+    folder = task.files[0].job or task.files[0].folder
+    note = f"job {folder}: its {task.size} bytes of input do not fit the GPU; analysed on the CPU"
+    here = run(replace(task, engine="cpu"))
+    return msgspec.structs.replace(here, notes=[*here.notes, note])
 
 
 def joined(results: Sequence[Result]) -> Result:
@@ -165,14 +175,14 @@ def joined(results: Sequence[Result]) -> Result:
 Rows = list[dict[str, Any]]
 
 
-def _analyse(trace: Trace, first: int) -> tuple[Rows, Rows, dict[str, str]]:
+def _analyse(trace: Trace, engine: str, first: int) -> tuple[Rows, Rows, dict[str, str]]:
     """Jobs of a shard as rows, findings, and {path: reason} of what failed.
 
     Jobs count from ``first``. A job on which the analysis fails must not take the others with it:
     then they are analysed one by one, and the files of the one that fails are quarantined.
     """
     try:
-        return *_rows(trace, first), {}
+        return *_rows(trace, engine, first), {}
     except MemoryError:
         raise
     except Exception as e:  # noqa: BLE001 - whatever it is, the other jobs must not suffer
@@ -180,7 +190,7 @@ def _analyse(trace: Trace, first: int) -> tuple[Rows, Rows, dict[str, str]]:
             paths = trace.ranks["path"].drop_nulls()
             reason = f"the analysis failed, which is a fault of dl2gpu: {type(e).__name__}: {e}"
             return [], [], dict.fromkeys(paths, reason)
-    parts = [_analyse(one_job(trace, job), first + job) for job in range(trace.jobs.height)]
+    parts = [_analyse(one_job(trace, job), engine, first + job) for job in range(trace.jobs.height)]
     failed = {path: reason for _, _, f in parts for path, reason in f.items()}
     return [j for js, _, _ in parts for j in js], [f for _, fs, _ in parts for f in fs], failed
 
@@ -192,10 +202,10 @@ def _failed(read: Input, failed: dict[str, str]) -> Input:
     return replace(read, status="quarantined", reason=reason, events=0)
 
 
-def _rows(trace: Trace, first: int) -> tuple[Rows, Rows]:
+def _rows(trace: Trace, engine: str, first: int) -> tuple[Rows, Rows]:
     from dl2gpu.analysis import analyse
 
-    result = analyse(trace)
+    result = analyse(trace, engine=engine)
     ranks = trace.ranks.group_by("job").agg(ranks_present=pl.col("rank").unique().sort())
     members = (
         trace.comms.select("job", rank="ranks")

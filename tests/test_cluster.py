@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import signal
 import subprocess
@@ -14,14 +15,17 @@ from typing import Any
 import pytest
 from test_scan import accounted, bytes_of, fine, stuck
 
+import dl2gpu.analysis
 from dl2gpu import __version__, cluster, shard
+from dl2gpu.analysis import Analysis
 from dl2gpu.cluster import ClusterError
-from dl2gpu.engine.choose import EngineError, missing
+from dl2gpu.engine.choose import DeviceMemoryError, EngineError, missing
 from dl2gpu.journal import Journal, parts_of
 from dl2gpu.report.model import Report
 from dl2gpu.scan import Step, scan
 from dl2gpu.shard import Result, Task, cut, halves
 from dl2gpu.trace.discover import discover
+from dl2gpu.trace.schema import Trace
 
 SCAN = importlib.import_module("dl2gpu.scan")
 
@@ -201,6 +205,33 @@ def test_a_job_that_does_not_fit_the_memory(
     assert lost["reason"].str.starts_with("out of memory: ").all()
     assert report.summary["jobs"] == 39
     assert report.summary["by_kind"]["cycle"] == 10
+
+
+def test_a_job_that_does_not_fit_the_gpu(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shard is halved until it fits; a job that does not is analysed on the CPU, and noted."""
+    real = dl2gpu.analysis.analyse
+    tried: list[tuple[str, int]] = []
+
+    def small_gpu(trace: Trace, workers: int | None = None, engine: str = "cpu") -> Analysis:
+        folders = trace.jobs["folder"].to_list()
+        tried.append((engine, len(folders)))
+        if engine == "gpu" and (len(folders) > 5 or "job07" in folders):
+            raise DeviceMemoryError
+        return real(trace, workers)
+
+    monkeypatch.setattr(dl2gpu.analysis, "analyse", small_gpu)
+    monkeypatch.setattr(cluster, "choose", lambda asked: "gpu")
+    report = scan(str(corpus))
+    assert [n for engine, n in tried if engine == "cpu"] == [1]
+    assert max(n for _, n in tried) == 40
+    (note,) = report.summary["notes"]
+    assert note.startswith("job job07: its ")
+    assert "do not fit the GPU" in note
+    monkeypatch.undo()
+    whole = scan(str(corpus))
+    assert report.findings.equals(whole.findings)
+    assert report.jobs.equals(whole.jobs)
+    assert note in json.loads(report.to_json())["summary"]["notes"]
 
 
 def test_a_scheduler_that_goes_away(

@@ -18,10 +18,10 @@ DEMO = str(Path(__file__).parents[1] / "datasets" / "demo")
 def test_the_other_jobs_keep_their_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = scan(DEMO)
 
-    def failing(trace: Trace, workers: int | None = None) -> Analysis:
+    def failing(trace: Trace, workers: int | None = None, engine: str = "cpu") -> Analysis:
         if trace.jobs.height > 1 or "uneven-batches" in trace.jobs["folder"].to_list():
             raise ZeroDivisionError("as a test")
-        return analyse(trace, workers)
+        return analyse(trace, workers, engine)
 
     monkeypatch.setattr(dl2gpu.analysis, "analyse", failing)
     report = scan(DEMO)

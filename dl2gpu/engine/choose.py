@@ -25,7 +25,7 @@ GPU_PACKAGES: Final = ("cudf_polars", "cudf", "cugraph", "cupy", "numba_cuda", "
 """Modules that the GPU engine needs; all come with the extra gpu-cu12 or gpu-cu13."""
 
 _OLDEST: Final = {
-    "cudf_polars": (26, 10), "cudf": (26, 10), "cugraph": (26, 10), "cupy": (14, 0),
+    "cudf_polars": (26, 10), "cudf": (26, 10), "cugraph": (26, 10), "cupy": (14, 2),
     "numba_cuda": (0, 30), "dask_cuda": (26, 10),
 }  # fmt: skip
 """Oldest versions that the extras take."""

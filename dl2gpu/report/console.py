@@ -93,6 +93,9 @@ def job_labels(report: Report) -> dict[str, str]:
     return labels
 
 
+_NOTES: Final = 3
+
+
 def _headline(report: Report) -> Text:
     s = report.summary
     stuck = report.jobs.filter(pl.col("deadlocked"))
@@ -114,6 +117,11 @@ def _headline(report: Report) -> Text:
         text.append(f" in {s['elapsed_s']:.2f} s")
     if s.get("engine"):
         text.append(f" (engine {safe(s['engine'], 40)}, cluster {safe(s.get('cluster'), 80)})")
+    notes = s.get("notes") or []
+    for note in notes[:_NOTES]:
+        text.append(f"\n{safe(note, 300)}")
+    if len(notes) > _NOTES:
+        text.append(f"\n... and {len(notes) - _NOTES} more notes in the report.")
     return text
 
 
