@@ -131,6 +131,11 @@ def night() -> str:
             ["bytes of dumps", size(BYTES), f"events x {STORED} B (measured)"],
             ["bytes as event tables", size(EVENTS * TABLE), f"events x {TABLE} B (measured)"],
             ["shards", number(BYTES / SHARD), "bytes of dumps / 512 MiB"],
+            [
+                "rows of inputs in report.json",
+                size(FILES * REPORT),
+                f"files x {REPORT:.0f} B (measured)",
+            ],
         ],
     )
 
@@ -307,6 +312,30 @@ def fixed_costs() -> str:
     return table(head, rows)
 
 
+def assumed() -> str:
+    return table(
+        ["assumed", "", "used for"],
+        [
+            ["entries a file", f"{ENTRIES_A_FILE:,}", "files, and dependent steps a job"],
+            ["prefixes of the bucket", str(PREFIXES), "requests"],
+            ["cores", "as fast as those measured, all busy", "everything on hosts"],
+            ["fetching, cores and GPU", "overlap", "the night"],
+            ["reached of PCIe, NVLink, network card", f"{LINK:.0%}", "copies and shuffles"],
+            ["reached of the HBM", f"{MEMORY:.0%}", "matching, replay, components"],
+            ["bytes an event, matching", str(MATCH_BYTES),
+             "radix sort of 8 + 4 B in 8 passes, 20 passes over 2 x 8 B; read and written"],
+            ["bytes an event, replay", str(REPLAY_BYTES), "8 accesses to a sector of 32 bytes"],
+            ["a dependent step within a block", f"{STEP * 1e6:.0f} µs", "replay"],
+            ["a dependent step across GPUs", " and ".join(f"{s * 1e6:.0f} µs ({link})"
+             for link, s in SYNC.items()), "replay of one job on several"],
+            ["stuck jobs, places a rank", f"{STUCK:.0%}, {PLACES}", "components"],
+            ["working memory", f"{WORKING} x the event table", "what fits on a GPU"],
+            ["moved by a shuffle, an event", f"{MOVED} B",
+             "keys and signature there, the match back"],
+        ],
+    )  # fmt: skip
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "night": night,
     "cpu-work": cpu_work,
@@ -316,6 +345,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "fixed-costs": fixed_costs,
     "what-if": what_if,
     "one-job": one_job,
+    "assumed": assumed,
 }
 
 
