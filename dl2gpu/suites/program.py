@@ -7,9 +7,10 @@ stages; a fault is an edit of some rows. No loop here runs over events or ranks.
 The pipeline runs in 1F1B order with the exchanges batched: a steady stage sends forward and
 receives backward in one batch, and the other way round with the stage before it (Narayanan et al.,
 "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
-section 2.2). Collectives are queued on streams, the tensor parallel stream waits for what the pipeline has
-received, the gradient stream for all that came before, and the host waits once a step, at its end,
-after a collective of all ranks. So nobody passes the end of a step in which anybody is missing.
+section 2.2). Collectives are queued on streams, the tensor parallel stream waits for what the
+pipeline has received, the gradient stream for all that came before, and the host waits once a step,
+at its end, after a collective of all ranks. So nobody passes the end of a step in which anybody is
+missing.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ __all__ = [
     "is_url",
     "load_ahead",
     "local_path",
+    "opened",
     "read_bytes",
     "read_head",
     "read_tail",
@@ -197,7 +198,7 @@ def read_tail(url: str, size: int) -> bytes:
 def _read_raw(url: str, limits: Limits) -> bytes:
     path = local_path(url)
     if path is not None:
-        with _opened(path) as (fd, size):
+        with opened(path) as (fd, size):
             _check_size(size, limits)
             return _read_at(fd, 0, size)
     with remote_errors():
@@ -212,7 +213,7 @@ def _read_raw(url: str, limits: Limits) -> bytes:
 def _read_range(url: str, start: int, stop: int | None) -> bytes:
     path = local_path(url)
     if path is not None:
-        with _opened(path) as (fd, size):
+        with opened(path) as (fd, size):
             first = max(0, size + start) if start < 0 else start
             return _read_at(fd, first, (size if stop is None else stop) - first)
     with remote_errors():
@@ -222,8 +223,12 @@ def _read_range(url: str, start: int, stop: int | None) -> bytes:
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[tuple[int, int]]:
-    """Descriptor and size of a regular file."""
+def opened(path: str) -> Iterator[tuple[int, int]]:
+    """Descriptor and size of a regular file.
+
+    Raises:
+        InputError: it cannot be opened, or is something else, or a link.
+    """
     # NOFOLLOW: discovery resolved every link; one that appeared since then leads elsewhere.
     # NONBLOCK: opening a FIFO would wait for a writer.
     flags = os.O_RDONLY
