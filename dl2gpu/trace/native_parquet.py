@@ -265,11 +265,10 @@ def _logical(frame: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The event table of the main file's rows, and its strings."""
     events = cast_table(frame, "", {c: t for c, t in EVENTS.items() if c not in _TEXTS})
     strings = StringTable()
-    columns = [_coded(frame, name, strings) for name in _TEXTS]
-    events = events.with_columns(columns)
-    if events["op"].null_count():
+    coded = {name: _coded(frame, name, strings) for name in _TEXTS}
+    if coded["op"].null_count():
         raise InputError("column op: expected a value in every row, found null")
-    return events.select(list(EVENTS)), strings.frame()
+    return pl.DataFrame([coded[c] if c in coded else events[c] for c in EVENTS]), strings.frame()
 
 
 def _coded(frame: pl.DataFrame, name: str, strings: StringTable) -> pl.Series:
