@@ -66,7 +66,7 @@ def write(
             from dl2gpu.suites import flight_recorder
 
             if mixture is None:
-                mixture = {k: MIXTURE[k] for k in flight_recorder.VERDICTS if k in MIXTURE}
+                mixture = {k: MIXTURE[k] for k in flight_recorder.FAULTS if k in MIXTURE}
             fleet = plan(jobs, events, seed, ranks=ranks, mixture=mixture)
             rows = [label(job, flight_recorder.write(job, target)) for job in fleet]
         else:

@@ -37,6 +37,7 @@ __all__ = [
     "Program",
     "Shape",
     "Template",
+    "comm_of_rank",
     "communicators",
     "program",
     "template",
@@ -223,8 +224,8 @@ def communicators(shape: Shape) -> tuple[list[str], list[str], Array, Array]:
     return names, about, np.concatenate(members), np.append(0, np.cumsum(np.concatenate(sizes)))
 
 
-def _comm_of_rank(shape: Shape) -> Array:
-    """Int32[4, ranks]: the communicator of each kind that a rank is in; -1 where it has none."""
+def comm_of_rank(shape: Shape) -> Array:
+    """Int32[5, ranks]: the communicator of each kind that a rank is in; -1 where it has none."""
     rank = np.arange(shape.ranks)
     t, d = rank % shape.tensor, rank // shape.tensor % shape.data
     p = rank // shape.plane
@@ -292,7 +293,7 @@ def program(shape: Shape, fault: Fault | None = None) -> Program:
     columns = {
         name: np.concatenate([getattr(t, name) for t in steps])[at] for name in Template.__slots__
     }
-    comm = _comm_of_rank(shape)[columns["kind"], rank]
+    comm = comm_of_rank(shape)[columns["kind"], rank]
     peer = np.where(columns["towards"] != 0, rank + columns["towards"] * shape.plane, -1)
     columns |= {"comm": comm, "peer": peer.astype(np.int32)}
     made = Program(rank, seq, step, np.concatenate(place)[at], columns)

@@ -17,7 +17,6 @@ from dl2gpu.trace.files import read_bytes
 from dl2gpu.trace.inputs import InputError, Part, TraceFile
 from dl2gpu.trace.parquet_file import (
     POLARS_ERRORS,
-    ROW_BYTES,
     Source,
     again,
     cast_table,
@@ -32,6 +31,8 @@ from dl2gpu.trace.schema import JOBS
 
 __all__ = ["parts", "shards"]
 
+EVENT_BYTES: Final = 600
+"""Memory that reading and analysing a row of the event table takes at its peak, about."""
 _LOOKED_AT: Final = 1 << 24
 """Rows of the column job that are looked at together."""
 
@@ -85,8 +86,8 @@ def _cut(file: TraceFile, shard_bytes: int) -> list[TraceFile]:
     with contextlib.ExitStack() as stack:
         data = source(replace(file, part=_ALL), read_bytes, stack)
         rows = rows_of(data, "")
-        whole = replace(file, weight=max(file.size, rows * ROW_BYTES))
-        if rows * ROW_BYTES <= shard_bytes:
+        whole = replace(file, weight=max(file.size, rows * EVENT_BYTES))
+        if rows * EVENT_BYTES <= shard_bytes:
             return [whole]
         check_version(data)
         check_siblings(file, data)
@@ -97,7 +98,7 @@ def _cut(file: TraceFile, shard_bytes: int) -> list[TraceFile]:
     first_row = row = 0
     first_job = counts[0][0]
     for job, n in counts:
-        if row > first_row and (row + n - first_row) * ROW_BYTES > shard_bytes:
+        if row > first_row and (row + n - first_row) * EVENT_BYTES > shard_bytes:
             made.append(_part(whole, rows, (first_job, job), (first_row, row)))
             first_job, first_row = job, row
         row += n
@@ -114,7 +115,7 @@ _ALL: Final = Part((0, 0), (0, 0))
 def _part(file: TraceFile, total: int, jobs: tuple[int, int], rows: tuple[int, int]) -> TraceFile:
     first, end = (file.size * row // total for row in rows)
     return replace(
-        file, part=Part(jobs, rows), size=end - first, weight=(rows[1] - rows[0]) * ROW_BYTES
+        file, part=Part(jobs, rows), size=end - first, weight=(rows[1] - rows[0]) * EVENT_BYTES
     )
 
 

@@ -119,7 +119,7 @@ _JUNK: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (r"\.pipe$", "pipe of the recorder, not a dump"),
         (r"\.(tmp|part|partial|swp|lock|crdownload)$|~$", "unfinished or temporary file"),
         (r"^(readme|license|notice|changelog)(\.|$)", "a text for people"),
-        (r"^expect\.json$|^labels\.(csv|json)$", "labels of a test corpus"),
+        (r"^expect\.json$|^labels\.(csv|json|parquet)$", "labels of a test corpus"),
         (r"^report\.json$|^report\.html?$", "a report of dl2gpu"),
         (r"^fault_injection\.log$", "log of a fault injector"),
         (r"\.(py|pyc|sh|md|rst|html?|css|js|yaml|yml|toml|ini|cfg|conf|csv)$", "not a trace"),
