@@ -35,15 +35,18 @@ from dl2gpu.suites.program import (
     template,
 )
 from dl2gpu.suites.tables import CALL_NS, START_NS, STEP_NS
+from dl2gpu.trace.inputs import InputError
 from dl2gpu.trace.schema import OP
 
 __all__ = ["FAULTS", "write"]
 
 Array = npt.NDArray[Any]
 
-FAULTS: Final = ("size", "stall", "lost")
+FAULTS: Final = ("size", "stall")
 """Faults of the catalogue that such dumps show with the same verdict. They do not tell a rank that
-has left a call out, or died, from one that is busy; and know of no queue that communicators share.
+has left a call out, or died, from one that is busy; they record no wait of one stream for another,
+so that what waits for a lost rank's message seems to be in flight; and they know of no queue that
+communicators share.
 """
 
 _PG: Final = {WORLD: 0, TENSOR: 1, DATA: 2, PIPELINE: 3}
@@ -325,8 +328,11 @@ def write(job: Job, out: Path) -> int:
     """Writes the dumps of a job into a folder of its name below ``out``; how many entries.
 
     Raises:
+        InputError: the job has a fault that is not among :data:`FAULTS`.
         OSError: a file cannot be written.
     """
+    if job.fault.name not in ("healthy", *FAULTS):
+        raise InputError(f"fault: expected {', '.join(FAULTS)} in dumps, found {job.fault.name!r}")
     shape = job.shape
     made = program(shape, None if job.fault.name == "healthy" else job.fault)
     done = completed(shape, made)
