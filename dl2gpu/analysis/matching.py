@@ -238,6 +238,7 @@ def _late(p: Prepared, events: pl.DataFrame) -> pl.DataFrame:
     ends = ends.join(jobs.select("job"), on="job", how="semi")
     if ends.is_empty():
         return empty
+    jobs = jobs.join(ends.select("job"), on="job", how="semi")
     parts = (
         events.lazy()
         .join(jobs.lazy().select("job"), on="job", how="semi")

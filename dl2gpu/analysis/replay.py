@@ -6,7 +6,7 @@ of DESIGN.md section 4 under a ``Scenario``; the kernel releases the GIL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 import numpy as np
@@ -68,6 +68,8 @@ class Program:
     kernel: dict[str, Array]
     waits: pl.DataFrame
     """(wait, target): events that each wait with named requests, or on a stream, waits for."""
+    layouts: dict[tuple[bool, int], Layout] = field(default_factory=dict)
+    """Those made so far, by ``one_stream`` and ``flip_lanes`` of the scenario."""
 
     def events_of(self, job: int) -> pl.DataFrame:
         """The events of one job, without a copy."""
@@ -269,19 +271,59 @@ def _wait_pairs(m: Matching, rows: Array, everything: Array, stream: Array) -> p
     ``rows`` are those of the waits, ``everything`` says of each whether it names no request.
     """
     e = m.events
+    named = rows[~everything]
     pairs = _no_pairs()
-    named = (
-        e.select("i", "r", "lane", request="requests")[rows[~everything]]
-        .explode("request", empty_as_null=False)
-        .filter(pl.col("request").is_not_null())
-        .unique()
-    )
-    if named.height:
+    if len(named):
         wait = np.zeros(e.height, np.bool_)
         wait[rows] = True
-        pairs = _named_pairs(e.filter(pl.col("request").is_not_null() & ~pl.Series(wait)), named)
+        asked = (
+            e.select("i", "r", "lane", request="requests")[named]
+            .explode("request", empty_as_null=False)
+            .filter(pl.col("request").is_not_null())
+        )
+        found = _rising_pairs(e, asked, wait)
+        if found is None:
+            requests = e.filter(pl.col("request").is_not_null() & ~pl.Series(wait))
+            found = _named_pairs(requests, asked.unique())
+        pairs = found
     on_stream = rows[(stream[rows] >= 0) & everything]
     return pl.concat([pairs, _pairs_of_all(e, on_stream)]) if len(on_stream) else pairs
+
+
+def _one_lane(e: pl.DataFrame) -> bool:
+    """Is all that the ranks issue in one lane?"""
+    return bool(e["lane"].min() == e["lane"].max())
+
+
+def _rising_pairs(e: pl.DataFrame, asked: pl.DataFrame, wait: Array) -> pl.DataFrame | None:
+    """What :func:`_named_pairs` gives, by a search, where request numbers only rise in each rank.
+
+    None where a rank has several lanes, or a number does not rise.
+    """
+    ids = e["request"]
+    if not _one_lane(e) or ids.null_count() == e.height:
+        return None
+    owner = np.flatnonzero(ids.is_not_null().to_numpy() & ~wait)
+    own = ids.gather(owner).to_numpy()
+    if not len(owner):
+        return None
+    low, span = int(own.min()), int(own.max()) - int(own.min()) + 1
+    r = e["r"].to_numpy()
+    if (int(r[-1]) + 1) * span >= 1 << 62:
+        return None
+    key = r[owner].astype(np.int64) * span + (own - low)
+    if not (key[1:] > key[:-1]).all():
+        return None
+    asked = asked.filter(pl.col("request").is_between(low, low + span - 1))
+    by = asked["i"].to_numpy()
+    want = r[by].astype(np.int64) * span + (asked["request"].to_numpy() - low)
+    at = np.minimum(np.searchsorted(key, want), len(key) - 1)
+    here = (key[at] == want) & (owner[at] < by)
+    pairs = pl.DataFrame(
+        {"wait": by[here], "target": owner[at[here]]},
+        schema={"wait": pl.UInt32, "target": pl.UInt32},
+    )
+    return pairs if e["requests"].list.len().max() == 1 else pairs.unique()
 
 
 def _pairs_of_all(e: pl.DataFrame, waits: Array) -> pl.DataFrame:
@@ -291,12 +333,18 @@ def _pairs_of_all(e: pl.DataFrame, waits: Array) -> pl.DataFrame:
     But a wait that is recorded as complete says nothing of what it waited for, so a wait that is
     not reaches back to the one before it that is not.
     """
-    lanes = e.select(lane=pl.struct("r", "lane").rank("dense")).to_series().to_numpy()
+    one = _one_lane(e)
+    if one:
+        lanes = e["r"].to_numpy()
+    else:
+        lanes = e.select(lane=pl.struct("r", "lane").rank("dense")).to_series().to_numpy()
     n = e.height
     place = lanes.astype(np.int64) * n + np.arange(n)
     targets = np.flatnonzero((e["stream"].is_not_null() | ~e["blocking"]).fill_null(False))
-    targets = targets[np.argsort(place[targets])]
-    at = waits[np.argsort(place[waits])]
+    at = waits
+    if not one:
+        targets = targets[np.argsort(place[targets])]
+        at = waits[np.argsort(place[waits])]
     known = (e["done"] | e["passed"]).fill_null(False).to_numpy()[at]
     before = (
         pl.DataFrame({"lane": lanes[at], "wait": at, "open": np.where(known, -1, at)})
@@ -357,6 +405,13 @@ def _named_pairs(requests: pl.DataFrame, named: pl.DataFrame) -> pl.DataFrame:
 
 def layout(p: Program, scenario: Scenario) -> Layout:
     """Lanes, queues and batches under the scenario's reading of streams."""
+    key = (scenario.one_stream, scenario.flip_lanes)
+    if key not in p.layouts:
+        p.layouts[key] = _layout(p, scenario)
+    return p.layouts[key]
+
+
+def _layout(p: Program, scenario: Scenario) -> Layout:
     n = len(p.r)
     order = _NONE
     stream = p.stream

@@ -135,8 +135,29 @@ _ONE_QUEUE: Final = (
 )
 
 
-def plausible(p: Program, calm: Array) -> Iterator[tuple[Scenario, str, Array]]:
-    """(scenario, condition, jobs) of the readings worth running for jobs that run through."""
+STRICTEST: Final = Scenario(one_stream=True, atomic_batch=True)
+"""Adds constraints only: what completes under it completes under each of its parts, and without
+them. (Where wildcards are, another order may match other messages: see :func:`passed`.)"""
+
+
+def passed(p: Program, fix: Fixpoint, jobs: Array) -> Array:
+    """Those of ``jobs`` (Int32) without wildcards that stand nowhere at the fixpoint ``fix``."""
+    n = p.matching.prepared.jobs.height
+    job_of_rank = p.matching.prepared.ranks["job"].to_numpy()
+    stands = np.zeros(n, np.bool_)
+    stands[job_of_rank[fix.layout.lane_rank[fix.lane_at >= 0]]] = True
+    stands[job_of_rank[fix.layout.queue_rank[fix.queue_at >= 0]]] = True
+    box = p.matching.events["box"].to_numpy()
+    if box.max(initial=-1) >= 0:
+        stands[p.matching.events["job"].to_numpy()[box >= 0]] = True
+    return jobs[~stands[jobs]]
+
+
+def plausible(p: Program, calm: Array, through: Array) -> Iterator[tuple[Scenario, str, Array]]:
+    """(scenario, condition, jobs) of the readings worth running for jobs that run through.
+
+    ``through``: those of ``calm`` that were run under :data:`STRICTEST`, and got through.
+    """
     if not len(calm):
         return
     e = p.matching.events
@@ -148,24 +169,30 @@ def plausible(p: Program, calm: Array) -> Iterator[tuple[Scenario, str, Array]]:
         found = p.matching.prepared.engine.collect(frame.select("job").unique())["job"].to_numpy()
         return np.sort(found).astype(np.int32)
 
-    several = jobs(
-        rows.filter(pl.col("stream").is_not_null())
-        .group_by("job", "rank")
-        .agg(n=pl.col("stream").n_unique())
-        .filter(pl.col("n") > 1)
-    )
+    doubtful = np.setdiff1d(calm, through)
+    several = batches = shared = wild = np.zeros(0, np.int32)
+    if len(doubtful):
+        unsure = rows.filter(pl.col("job").is_in(doubtful))
+        batches = jobs(unsure.filter(pl.col("group").is_not_null()))
+        several = jobs(
+            unsure.filter(pl.col("stream").is_not_null())
+            .group_by("job", "rank")
+            .agg(n=pl.col("stream").n_unique())
+            .filter(pl.col("n") > 1)
+        )
     if len(several):
         yield (
             Scenario(one_stream=True),
             _ONE_QUEUE,
             several,
         )
-    shared = jobs(
-        rows.filter(pl.col("stream").is_not_null())
-        .group_by("job", "rank", "stream")
-        .agg(n=pl.col("lane").n_unique())
-        .filter(pl.col("n") > 1)
-    )
+    if e["lane"].min() != e["lane"].max():
+        shared = jobs(
+            rows.filter(pl.col("stream").is_not_null())
+            .group_by("job", "rank", "stream")
+            .agg(n=pl.col("lane").n_unique())
+            .filter(pl.col("n") > 1)
+        )
     top = int(p.rank_of.max(initial=0)) if len(shared) else 0
     for bit in range(top.bit_length()):
         yield (
@@ -173,14 +200,14 @@ def plausible(p: Program, calm: Array) -> Iterator[tuple[Scenario, str, Array]]:
             "only if the host threads that share a stream enqueue in another order on some ranks",
             shared,
         )
-    batches = jobs(rows.filter(pl.col("group").is_not_null()))
     if len(batches):
         yield (
             Scenario(atomic_batch=True),
             "only if an incomplete batch holds back the partners of its matched members",
             batches,
         )
-    wild = jobs(rows.filter(pl.col("box") >= 0))
+    if e["box"].to_numpy().max(initial=-1) >= 0:
+        wild = jobs(rows.filter(pl.col("box") >= 0))
     if len(wild):
         yield (
             Scenario(wild_high=True),

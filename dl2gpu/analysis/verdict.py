@@ -105,7 +105,11 @@ def analyse_matched(m: Matching) -> Analysis:
     # program order: the replay decides; then the readings that the order leaves open
     planned = everyone[~by_states]
     if len(planned):
-        fix = run(p, Scenario(use_records=True), planned)
+        # who gets through under the strictest reading gets through under the others
+        strict = run(p, scenarios.STRICTEST, planned)
+        issued |= strict.issued
+        through = scenarios.passed(p, strict, planned)
+        fix = run(p, Scenario(use_records=True), np.setdiff1d(planned, through))
         issued |= fix.issued
         graph = build_graph(p, fix)
         causes = find_causes(graph)
@@ -126,7 +130,7 @@ def analyse_matched(m: Matching) -> Analysis:
         if lenient is not None:
             findings += _hidden(p, names, lenient, drafts, stuck)
         calm = np.setdiff1d(planned, stuck).astype(np.int32)
-        findings += _potentials(p, names, calm)
+        findings += _potentials(p, names, calm, through)
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
     findings += _passed_mismatches(p, names, findings)
@@ -174,10 +178,13 @@ def _hidden(
     return out
 
 
-def _potentials(p: Program, names: Names, calm: Array) -> list[Finding]:
-    """Readings under which a job that runs through would stop."""
+def _potentials(p: Program, names: Names, calm: Array, through: Array) -> list[Finding]:
+    """Readings under which a job that runs through would stop.
+
+    ``through``: those of the jobs that do not stop under the strictest reading.
+    """
     out: list[Finding] = []
-    for scenario, condition, jobs in scenarios.plausible(p, calm):
+    for scenario, condition, jobs in scenarios.plausible(p, calm, through):
         done = {f.job for f in out}
         todo = np.array([j for j in jobs if j not in done], dtype=np.int32)
         if not len(todo):

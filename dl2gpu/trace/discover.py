@@ -110,8 +110,12 @@ class _Found:
         return f"{self.root}/{self.below}" if self.root else self.below
 
     @property
+    def folder(self) -> str:
+        return self.below.rpartition("/")[0]
+
+    @property
     def name(self) -> str:
-        return self.below.rsplit("/", 1)[-1]
+        return self.below.rpartition("/")[2]
 
 
 @dataclass(slots=True)
@@ -286,6 +290,8 @@ def _parquet_siblings(
 ) -> tuple[list[tuple[_Found, Kind]], list[Input]]:
     """Takes the side tables ``x.comms.parquet``, ... out: they are read with ``x.parquet``."""
     names = {f.path for f, kind in found if kind.format == "parquet"}
+    if not names:
+        return found, []
     rest: list[tuple[_Found, Kind]] = []
     inputs: list[Input] = []
     for file, kind in found:
@@ -322,27 +328,31 @@ _ATTEMPT_FOLDER: Final = re.compile(
 def _jobs(found: list[tuple[_Found, Kind]]) -> list[TraceFile]:
     """Trace files with the folder of their job, and the attempt where a folder's name says it."""
     by_folder: dict[tuple[str, str], list[_Found]] = defaultdict(list)
-    for file, _ in found:
-        by_folder[file.root, file.below.rpartition("/")[0]].append(file)
+    kinds: dict[str, Kind] = {}
+    for file, kind in found:
+        by_folder[file.root, file.folder].append(file)
+        kinds[file.url] = kind
     job_folder = _without_rank_folders(by_folder)
     files: list[TraceFile] = []
-    for file, kind in found:
-        folder = job_folder[file.root, file.below.rpartition("/")[0]]
+    for key, members in by_folder.items():
+        folder = job_folder[key]
         attempt = None
         match = _ATTEMPT_FOLDER.fullmatch(folder.rpartition("/")[2])
         if match:
             attempt = int(match.group(1))
             folder = folder.rpartition("/")[0]
-        files.append(
+        folder = _folder_name(members[0], folder)
+        files += [
             TraceFile(
                 path=file.path,
                 url=file.url,
-                format=kind.format or "",
-                folder=_folder_name(file, folder),
+                format=kinds[file.url].format or "",
+                folder=folder,
                 size=file.size or 0,
                 attempt=attempt,
             )
-        )
+            for file in members
+        ]
     return files
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "is_url",
     "load_ahead",
     "local_path",
+    "opened",
     "read_bytes",
     "read_head",
     "read_tail",
@@ -81,6 +82,7 @@ COMPRESSION: Final[dict[bytes, str]] = {
     b"\xfd7zXZ\x00": "xz",
 }
 """First bytes of the compressed streams that are unwrapped."""
+_MAGICS: Final = tuple(COMPRESSION)
 
 _PIECE: Final = {"gzip": 1 << 16, "zstd": 1 << 9, "bzip2": 1 << 16, "xz": 1 << 16}
 """Compressed bytes fed at once. A zstd step has no output limit: 512 bytes can give 16 MB."""
@@ -102,12 +104,14 @@ def cut_reason(data: bytes) -> str | None:
 
 def compression(head: bytes) -> str | None:
     """Name of the compression that ``head``, the first bytes of a file, starts with."""
-    return next((name for magic, name in COMPRESSION.items() if head.startswith(magic)), None)
+    if not head.startswith(_MAGICS):
+        return None
+    return next(name for magic, name in COMPRESSION.items() if head.startswith(magic))
 
 
 def is_url(path: str) -> bool:
     """True for ``scheme://...`` and chained fsspec URLs; false for local paths, ``C:\\`` too."""
-    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+(://|::)", path))
+    return path[:1] != "/" and bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+(://|::)", path))
 
 
 def local_path(url: str) -> str | None:
@@ -197,7 +201,7 @@ def read_tail(url: str, size: int) -> bytes:
 def _read_raw(url: str, limits: Limits) -> bytes:
     path = local_path(url)
     if path is not None:
-        with _opened(path) as (fd, size):
+        with opened(path) as (fd, size):
             _check_size(size, limits)
             return _read_at(fd, 0, size)
     with remote_errors():
@@ -212,32 +216,48 @@ def _read_raw(url: str, limits: Limits) -> bytes:
 def _read_range(url: str, start: int, stop: int | None) -> bytes:
     path = local_path(url)
     if path is not None:
-        with _opened(path) as (fd, size):
+        fd, size = _open(path)
+        try:
             first = max(0, size + start) if start < 0 else start
             return _read_at(fd, first, (size if stop is None else stop) - first)
+        finally:
+            os.close(fd)
     with remote_errors():
         fs, name = filesystem(url)
         data: bytes = fs.cat_file(name, start=start, end=stop)
         return data
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[tuple[int, int]]:
-    """Descriptor and size of a regular file."""
-    # NOFOLLOW: discovery resolved every link; one that appeared since then leads elsewhere.
-    # NONBLOCK: opening a FIFO would wait for a writer.
-    flags = os.O_RDONLY
-    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
-        flags |= getattr(os, name, 0)
+# NOFOLLOW: discovery resolved every link; one that appeared since then leads elsewhere.
+# NONBLOCK: opening a FIFO would wait for a writer.
+_FLAGS: Final = os.O_RDONLY | sum(
+    getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
+)
+
+
+def _open(path: str) -> tuple[int, int]:
+    """Descriptor and size of a regular file; raises as :func:`opened`."""
     try:
-        fd = os.open(path, flags)
+        fd = os.open(path, _FLAGS)
     except OSError as e:
         raise InputError(f"cannot be opened: {e.strerror or e}") from e
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode):
+        return fd, status.st_size
+    os.close(fd)
+    raise InputError("expected a regular file, found a folder, pipe, socket or device")
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[tuple[int, int]]:
+    """Descriptor and size of a regular file.
+
+    Raises:
+        InputError: it cannot be opened, or is something else, or a link.
+    """
+    fd, size = _open(path)
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise InputError("expected a regular file, found a folder, pipe, socket or device")
-        yield fd, status.st_size
+        yield fd, size
     finally:
         os.close(fd)
 

@@ -6,12 +6,13 @@ lost), ``quarantined`` (with why) or ``ignored`` (not a trace). The report lists
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import polars as pl
 
-__all__ = ["INPUTS", "Input", "InputError", "Status", "TraceFile"]
+__all__ = ["INPUTS", "Input", "InputError", "Part", "Status", "TraceFile", "joined"]
 
 Status = Literal["read", "partial", "quarantined", "ignored"]
 
@@ -29,6 +30,16 @@ INPUTS: Final[dict[str, pl.DataType]] = {
 
 class InputError(ValueError):
     """A file cannot be used. The message says what was expected, what was found and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of whole jobs of a file that holds many, sorted by job."""
+
+    jobs: tuple[int, int]
+    """First job, and the one after the last."""
+    rows: tuple[int, int]
+    """First row of the event table, and the one after the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,12 @@ class TraceFile:
     """Rank, where ``--job-pattern`` gave one."""
     attempt: int | None = None
     """Restart counter, where ``--job-pattern`` or the folder's name gave one."""
+    part: Part | None = None
+    """What to read of it; None: all. ``size`` is then the part's share of the file."""
+    weight: int | None = None
+    """Bytes of memory that its events take, where that is known better than by ``size``."""
+    apart: bool | None = None
+    """Must its jobs be kept apart from those of another file of the corpus? None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +80,31 @@ class Input:
     job: str | None = None
     rank: int | None = None
     events: int = 0
+
+
+def joined(inputs: Iterable[Input]) -> list[Input]:
+    """One input a path, sorted by path: what became of the parts of a file is put together.
+
+    A file of which some parts are quarantined and others read is ``partial``; its reason names
+    each reason of its parts once.
+    """
+    by_path: dict[str, list[Input]] = {}
+    for found in inputs:
+        by_path.setdefault(found.path, []).append(found)
+    return [_one(by_path[path]) for path in sorted(by_path)]
+
+
+def _one(parts: list[Input]) -> Input:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    states = {p.status for p in parts}
+    reasons = list(dict.fromkeys(p.reason for p in parts if p.reason is not None))
+    jobs = {p.job for p in parts}
+    return replace(
+        first,
+        status=first.status if len(states) == 1 else "partial",
+        reason="; ".join(reasons) or None,
+        job=first.job if len(jobs) == 1 else None,
+        events=sum(p.events for p in parts),
+    )

@@ -14,32 +14,44 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import polars as pl
 
-from dl2gpu.trace.files import DEFAULT, read_bytes, whole_file
-from dl2gpu.trace.inputs import Input, InputError, TraceFile
+from dl2gpu.trace.files import read_bytes, whole_file
+from dl2gpu.trace.inputs import Input, InputError, Part, TraceFile
+from dl2gpu.trace.parquet_file import (
+    DIGEST_KEY,
+    OPTIONAL,
+    SIDES,
+    VERSION,
+    VERSION_KEY,
+    Source,
+    base_name,
+    cast_table,
+    check_siblings,
+    check_version,
+    first_line,
+    nulls,
+    read_table,
+    sibling,
+    source,
+    whole_table,
+)
 from dl2gpu.trace.schema import (
-    COMMS,
     EVENTS,
-    JOBS,
     MODE,
-    RANKS,
     SEND_MODE,
-    STACKS,
     STATE,
-    STATUS,
     SchemaError,
     StringTable,
     Trace,
     concat,
-    conform,
     dtype_code,
     dtype_name,
     op_code,
@@ -47,28 +59,10 @@ from dl2gpu.trace.schema import (
     validate,
 )
 
-__all__ = ["VERSION", "read", "write"]
+__all__ = ["read", "write"]
 
-VERSION: Final = "1"
-_VERSION_KEY: Final = "dl2gpu.trace.version"
-_DIGEST_KEY: Final = "dl2gpu.trace.siblings"
-"""SHA-256 over the side tables' files: a main file and side tables of different writes, as a
-killed conversion could leave them, are told from a set that belongs together."""
-
-_SIDES: Final[dict[str, dict[str, pl.DataType]]] = {
-    "comms": COMMS,
-    "jobs": JOBS,
-    "ranks": RANKS,
-    "stacks": STACKS,
-    "status": STATUS,
-}
-_OPTIONAL: Final = "status"
 _ENUMS: Final[dict[str, Mapping[str, int]]] = {"mode": MODE, "send_mode": SEND_MODE, "state": STATE}
 _TEXTS: Final = ("op", "stream", "reduce_op", "dtype", *_ENUMS)
-_ROW_BYTES: Final = 250
-"""Memory of a row of the event table, about."""
-
-
 # --------------------------------------------------------------------------------------------------
 # Writing
 
@@ -89,16 +83,16 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
         with contextlib.ExitStack() as files:
             digest = hashlib.sha256()
             main_part = files.enter_context(whole_file(main))  # entered first: renamed last
-            for name in _SIDES:
+            for name in SIDES:
                 frame: pl.DataFrame = getattr(trace, name)
                 target = main.with_name(f"{main.stem}.{name}.parquet")
-                if name == _OPTIONAL and frame.is_empty():
+                if name == OPTIONAL and frame.is_empty():
                     files.callback(target.unlink, missing_ok=True)  # of an earlier trace
                     continue
                 part = files.enter_context(whole_file(target))
-                _write(frame, part, {_VERSION_KEY: VERSION})
+                _write(frame, part, {VERSION_KEY: VERSION})
                 digest.update(Path(part).read_bytes())
-            metadata = {_VERSION_KEY: VERSION, _DIGEST_KEY: digest.hexdigest()}
+            metadata = {VERSION_KEY: VERSION, DIGEST_KEY: digest.hexdigest()}
             _write(_physical(trace), main_part, metadata)
     except OSError as e:
         raise InputError(f"{e.filename or path}: cannot be written: {e.strerror}") from e
@@ -152,15 +146,17 @@ def read(
     """The event table of main files (``x.parquet``); side tables are found beside them.
 
     Args:
-        files: main files.
-        load: gives the content of a file; raises InputError where there is none.
+        files: main files, or parts of them (see ``parts``).
+        load: gives the content of a file; raises InputError where there is none. Of a part of a
+            local file only the part is read, without it.
 
     Returns:
-        The trace, and one Input a file in the order of ``files``: read or quarantined.
+        The trace, which is valid (``schema.validate``), and one Input a file in the order of
+        ``files``: read or quarantined.
     """
     traces: list[Trace] = []
     inputs: list[Input] = []
-    taken: set[tuple[str, str, int]] = set()
+    taken: dict[tuple[str, str, int], str] = {}
     for file in files:
         try:
             trace = _read_one(file, load)
@@ -177,147 +173,132 @@ def read(
 
 
 def _kept_apart(
-    jobs: pl.DataFrame, file: TraceFile, taken: set[tuple[str, str, int]]
+    jobs: pl.DataFrame, file: TraceFile, taken: dict[tuple[str, str, int], str]
 ) -> pl.DataFrame:
-    """``jobs``; folders that another file has already used get this file's path in front."""
-    keys = set(jobs.select("folder", "name", "attempt").iter_rows())
-    if keys & taken:
-        jobs = jobs.with_columns(folder=pl.lit(f"{file.path}/") + pl.col("folder"))
-        keys = set(jobs.select("folder", "name", "attempt").iter_rows())
-    taken |= keys
-    return jobs
+    """``jobs``; folders that another file has already used get this file's path in front.
+
+    Where the whole corpus was looked at (``file.apart``), that decides; else ``taken`` does: the
+    jobs that were read in this call, with the paths of their files.
+    """
+    apart = file.apart
+    if apart is None:
+        keys = list(jobs.select("folder", "name", "attempt").iter_rows())
+        apart = any(taken.setdefault(key, file.path) != file.path for key in keys)
+    return jobs.with_columns(folder=pl.lit(f"{file.path}/") + pl.col("folder")) if apart else jobs
 
 
 def _read_one(file: TraceFile, load: Callable[[TraceFile], bytes]) -> Trace:
-    data = load(file)
-    metadata = _metadata(data, "")
-    version = metadata.get(_VERSION_KEY)
-    if version is None:
-        raise InputError(
-            f"expected the file metadata {_VERSION_KEY} = {VERSION}, found none: not a dl2gpu trace"
-        )
-    if version != VERSION:
-        raise InputError(
-            f"file metadata {_VERSION_KEY}: expected {VERSION}, found {version}: written by a "
-            "newer dl2gpu; read it with that one"
-        )
-    sides: dict[str, pl.DataFrame] = {}
-    digest = hashlib.sha256()
-    for name, schema in _SIDES.items():
-        side = _sibling(file, name)
-        try:
-            content = load(side)
-        except InputError as e:
-            if name == _OPTIONAL:
-                continue
-            raise InputError(
-                f"its side table {_base(side.path)} is missing or unreadable ({e}): keep the files "
-                "of one name together"
-            ) from e
-        digest.update(content)
-        sides[name] = _table(content, _base(side.path), schema)
-    expected = metadata.get(_DIGEST_KEY)
-    if expected is not None and expected != digest.hexdigest():
-        raise InputError(
-            "the side tables beside it were not written together with it: convert again"
-        )
-    events, strings = _logical(_frame(data, ""))
+    with contextlib.ExitStack() as stack:
+        data = source(file, load, stack)
+        check_version(data)
+        sides = _sides(file, data, load)
+        frame = read_table(data, "", list(EVENTS), file.part)
+    events, strings = _logical(frame)
+    if file.part is not None:
+        sides, events = _numbered(file.part, sides, events)
     sides["ranks"] = sides["ranks"].with_columns(path=pl.lit(file.path, pl.String))
-    return validate(Trace(events=events, strings=strings, **sides), _base(file.path))
+    return validate(Trace(events=events, strings=strings, **sides), base_name(file.path))
 
 
-def _base(path: str) -> str:
-    return path.rsplit("/", 1)[-1]
+def _sides(
+    file: TraceFile, data: Source, load: Callable[[TraceFile], bytes]
+) -> dict[str, pl.DataFrame]:
+    """The side tables; of a part, the rows of its jobs.
+
+    That main file and side tables belong together is looked at here for a whole file, and for one
+    in parts where it was cut (:func:`check_siblings`).
+    """
+    if file.part is None:
+        contents = check_siblings(file, data, load)
+        stem = base_name(file.path).removesuffix(".parquet")
+        return {n: whole_table(c, f"{stem}.{n}.parquet", SIDES[n]) for n, c in contents.items()}
+    sides: dict[str, pl.DataFrame] = {}
+    for name, schema in SIDES.items():
+        side = replace(sibling(file, name), part=file.part)
+        with contextlib.ExitStack() as stack:
+            try:
+                content = source(side, load, stack)
+            except InputError:
+                if name == OPTIONAL:
+                    continue
+                raise
+            base = base_name(side.path)
+            jobs = file.part.jobs if "job" in schema else None
+            frame = read_table(content, base, list(schema), None, jobs)
+            sides[name] = cast_table(frame, base, schema)
+    return sides
 
 
-def _sibling(file: TraceFile, name: str) -> TraceFile:
-    def renamed(path: str) -> str:
-        return f"{path.removesuffix('.parquet')}.{name}.parquet"
+def _numbered(
+    part: Part, sides: dict[str, pl.DataFrame], events: pl.DataFrame
+) -> tuple[dict[str, pl.DataFrame], pl.DataFrame]:
+    """The tables of a part with its jobs and communicators numbered from 0."""
+    first = part.jobs[0]
+    sides = {
+        n: f.with_columns(pl.col("job") - first) if "job" in f.columns else f
+        for n, f in sides.items()
+    }
+    comms = sides["comms"] = sides["comms"].sort("comm")
+    old = comms["comm"]
+    new = pl.int_range(len(old), dtype=pl.Int32, eager=True)
+    dense = bool(len(old)) and int(old[-1]) - int(old[0]) == len(old) - 1
 
-    return replace(file, path=renamed(file.path), url=renamed(file.url), size=0)
+    def renumbered(column: str) -> pl.Expr:
+        if dense:
+            return pl.col(column) - int(old[0])
+        # one of another job becomes -1, which is refused
+        return (
+            pl.when(pl.col(column).is_not_null())
+            .then(pl.col(column).replace_strict(old, new, default=-1, return_dtype=pl.Int32))
+            .alias(column)
+        )
 
-
-def _metadata(data: bytes, name: str) -> dict[str, str]:
-    try:
-        return pl.read_parquet_metadata(io.BytesIO(data))
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as e:
-        raise InputError(f"{_of(name)}not readable as Parquet: {_first(e)}") from e
-
-
-def _frame(data: bytes, name: str) -> pl.DataFrame:
-    """The table, unless it is so large that only a damaged or hostile file can be."""
-    try:
-        rows = int(pl.scan_parquet(io.BytesIO(data)).select(pl.len()).collect().item())
-        allowed = max(4 * DEFAULT.free_bytes, DEFAULT.max_ratio * len(data))
-        if rows * _ROW_BYTES > allowed:
-            raise InputError(
-                f"{_of(name)}{rows} rows in {len(data)} bytes would take more than {allowed} bytes "
-                "of memory, which passes the limit max_ratio; to read it all the same, set "
-                f"DL2GPU_MAX_RATIO={2 * rows * _ROW_BYTES // len(data)}"
-            )
-        return pl.read_parquet(io.BytesIO(data))
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as e:
-        raise InputError(f"{_of(name)}not readable as Parquet: {_first(e)}") from e
-
-
-def _of(name: str) -> str:
-    return f"{name}: " if name else ""
-
-
-def _first(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0]
-
-
-def _table(data: bytes, name: str, schema: Mapping[str, pl.DataType]) -> pl.DataFrame:
-    return _cast(_frame(data, name), name, schema)
-
-
-def _cast(frame: pl.DataFrame, name: str, schema: Mapping[str, pl.DataType]) -> pl.DataFrame:
-    """The columns of ``schema``, cast; columns that may be null may be missing."""
-    columns = []
-    for column, dtype in schema.items():
-        if column not in frame.columns:
-            columns.append(pl.Series(column, [None] * frame.height, dtype))
-            continue
-        try:
-            columns.append(frame[column].cast(dtype))
-        except pl.exceptions.PolarsError as e:
-            raise InputError(
-                f"{_of(name)}column {column}: expected {dtype}, found {frame.schema[column]} "
-                f"({_first(e)})"
-            ) from e
-    return pl.DataFrame(columns)
+    sides["comms"] = comms.with_columns(comm=new)
+    if "status" in sides:
+        sides["status"] = sides["status"].with_columns(renumbered("comm"))
+    return sides, events.with_columns(
+        pl.col("job") - first, renumbered("comm"), renumbered("new_comm")
+    )
 
 
 def _logical(frame: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The event table of the main file's rows, and its strings."""
-    physical = {c: pl.String() if c in _TEXTS else t for c, t in EVENTS.items()}
-    events = _cast(frame, "", physical)
-    if events["op"].null_count():
-        raise InputError("column op: expected a value in every row, found null")
+    events = cast_table(frame, "", {c: t for c, t in EVENTS.items() if c not in _TEXTS})
     strings = StringTable()
-    columns: list[pl.Series] = []
-    for name in _TEXTS:
-        values = events[name].drop_nulls().unique().sort()
-        if name in _ENUMS:
-            unknown = sorted(set(values) - set(_ENUMS[name]))
-            if unknown:
-                raise InputError(
-                    f"column {name}: expected {', '.join(_ENUMS[name])}, found {unknown[0]!r}"
-                )
-            codes = [_ENUMS[name][v] for v in values]
-        elif name == "op":
-            codes = [op_code(v, strings) for v in values]
-        elif name == "dtype":
-            codes = [dtype_code(v, strings) for v in values]
-        else:
-            codes = [strings.code(v) for v in values]
-        columns.append(
-            events[name].replace_strict(
-                values, pl.Series(codes, dtype=EVENTS[name]), default=None,
-                return_dtype=EVENTS[name],
+    coded = {name: _coded(frame, name, strings) for name in _TEXTS}
+    if coded["op"].null_count():
+        raise InputError("column op: expected a value in every row, found null")
+    return pl.DataFrame([coded[c] if c in coded else events[c] for c in EVENTS]), strings.frame()
+
+
+def _coded(frame: pl.DataFrame, name: str, strings: StringTable) -> pl.Series:
+    """The codes of a column of text. Each distinct text is looked up once."""
+    dtype = EVENTS[name]
+    if name not in frame.columns or frame[name].null_count() == frame.height:
+        return nulls(name, dtype, frame.height)
+    try:
+        texts = frame[name].cast(pl.Categorical())
+    except pl.exceptions.PolarsError as e:
+        raise InputError(
+            f"column {name}: expected String, found {frame.schema[name]} ({first_line(e)})"
+        ) from e
+    values = texts.unique().drop_nulls()
+    named = pl.DataFrame({"at": values.to_physical(), "text": values.cast(pl.String)}).sort("text")
+    distinct = named["text"].to_list()
+    if name in _ENUMS:
+        unknown = sorted(set(distinct) - set(_ENUMS[name]))
+        if unknown:
+            raise InputError(
+                f"column {name}: expected {', '.join(_ENUMS[name])}, found {unknown[0]!r}"
             )
-            if codes
-            else pl.Series(name, [None] * events.height, EVENTS[name])
-        )  # fmt: skip
-    return conform(events.with_columns(columns), "events"), strings.frame()
+        codes = [_ENUMS[name][v] for v in distinct]
+    elif name == "op":
+        codes = [op_code(v, strings) for v in distinct]
+    elif name == "dtype":
+        codes = [dtype_code(v, strings) for v in distinct]
+    else:
+        codes = [strings.code(v) for v in distinct]
+    at = named["at"].to_numpy()
+    table = np.zeros(int(at.max()) + 1, np.int32)
+    table[at] = codes
+    return pl.Series(table).cast(dtype).gather(texts.to_physical()).alias(name)

@@ -19,6 +19,9 @@ READERS: Final[dict[str, str]] = {
 }
 """Module of each format; its ``read(files)`` gives the trace and an Input for each file."""
 
+_VALIDATED: Final = frozenset({"parquet"})
+"""Formats whose readers validate each file, so that one that is wrong costs no other."""
+
 Read = Callable[[Sequence[TraceFile]], tuple[Trace, list[Input]]]
 
 
@@ -62,7 +65,7 @@ def _read(format_: str, files: list[TraceFile]) -> tuple[Trace, list[Input]]:
     read: Read = importlib.import_module(READERS[format_]).read
     try:
         trace, inputs = read(files)
-        return validate(trace, format_), inputs
+        return trace if format_ in _VALIDATED else validate(trace, format_), inputs
     except (InputError, SchemaError) as e:
         if len(files) == 1:
             file = files[0]

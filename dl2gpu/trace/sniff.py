@@ -72,6 +72,8 @@ def sniff(url: str, name: str, size: int | None) -> Kind:
     if head.startswith(b"PAR1"):
         return parquet_kind(url)
     kind = classify(head, name)
+    if kind.format is not None:
+        return kind
     if kind in (_UNKNOWN_JSON, _UNKNOWN) and len(head) >= _HEAD and _json_start(head) in b"{[":
         head, _ = read_head(url, _MORE)
         kind = classify(head, name)
@@ -119,17 +121,20 @@ _JUNK: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (r"\.pipe$", "pipe of the recorder, not a dump"),
         (r"\.(tmp|part|partial|swp|lock|crdownload)$|~$", "unfinished or temporary file"),
         (r"^(readme|license|notice|changelog)(\.|$)", "a text for people"),
-        (r"^expect\.json$|^labels\.(csv|json)$", "labels of a test corpus"),
+        (r"^expect\.json$|^labels\.(csv|json|parquet)$", "labels of a test corpus"),
         (r"^report\.json$|^report\.html?$", "a report of dl2gpu"),
         (r"^fault_injection\.log$", "log of a fault injector"),
         (r"\.(py|pyc|sh|md|rst|html?|css|js|yaml|yml|toml|ini|cfg|conf|csv)$", "not a trace"),
     )
 )
 """Files known by name, so that the report can say what they are. First match counts."""
+_ANY_JUNK: Final = re.compile("|".join(p.pattern for p, _ in _JUNK), re.IGNORECASE)
 
 
 def junk_reason(name: str) -> str | None:
     """Why a file of this name is not looked into; None = it is."""
+    if _ANY_JUNK.search(name) is None:
+        return None
     return next((reason for pattern, reason in _JUNK if pattern.search(name)), None)
 
 
@@ -149,10 +154,10 @@ def parquet_kind(url: str) -> Kind:
 
 
 _PICKLE: Final = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?(.)", re.DOTALL)
-_DUMP_KEYS: Final = (
-    b"entries", b"pg_config", b"pg_status", b"comm_state", b"nccl_version", b"comm_lib_version",
-    b"profiling_name", b"record_id", b"health_check_results",
-)  # fmt: skip
+_DUMP_KEYS: Final = re.compile(
+    rb"entries|pg_config|pg_status|comm_state|nccl_version|comm_lib_version"
+    rb"|profiling_name|record_id|health_check_results"
+)
 
 
 def classify(head: bytes, name: str) -> Kind:
@@ -174,7 +179,7 @@ def classify(head: bytes, name: str) -> Kind:
 
 def _pickle(head: bytes, first: bytes, name: str) -> Kind:
     # `}` empty dict, `]` empty list, `(` mark (protocol 3 and up may begin a dict with it)
-    if first in b"}](" and (any(k in head for k in _DUMP_KEYS) or looks_like_a_dump(name)):
+    if first in b"}](" and (_DUMP_KEYS.search(head) or looks_like_a_dump(name)):
         return FLIGHT_RECORDER
     if looks_like_a_dump(name):
         return FLIGHT_RECORDER  # its reader refuses what is no dump, and says why

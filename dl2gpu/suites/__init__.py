@@ -1,0 +1,1 @@
+"""Writers of labelled corpora: fleets of jobs with a stated mixture of faults."""
