@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 import typer
 
 from dl2gpu import __version__
+from dl2gpu.suites.command import app as generate
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,6 +38,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(generate, name="generate")
 
 FAIL_ON: Final = "cycle,order_inversion,init_cycle,mismatch,missing_participant,unmatched_p2p"
 

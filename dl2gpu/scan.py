@@ -17,14 +17,16 @@ import polars as pl
 from dl2gpu.cluster import Cluster, Number, check, opened
 from dl2gpu.journal import Journal
 from dl2gpu.report.model import FINDINGS, JOBS, KINDS, Report
-from dl2gpu.shard import JOB_ROW, SHARD_BYTES, Result, Task, cut, joined
+from dl2gpu.shard import JOB_ROW, SHARD_BYTES, Result, Task, joined
 from dl2gpu.trace.discover import discover
 from dl2gpu.trace.files import local_path
 from dl2gpu.trace.inputs import INPUTS, Input, TraceFile
+from dl2gpu.trace.inputs import joined as inputs_of_files
+from dl2gpu.trace.parts import parts, shards
 
 __all__ = ["Progress", "Step", "scan"]
 
-_LEAST_BYTES: Final = 4 << 20
+_LEAST_BYTES: Final = 16 << 20
 """Shards for several workers are not smaller: each costs some milliseconds."""
 _FOR_EACH: Final = 4
 """So many shards a worker even out their sizes."""
@@ -94,7 +96,7 @@ def scan(
         kept = None if journal is None else Journal(journal)
         results = _results(files, used, where, kept, progress or _silent)
     result = joined([results[number] for number in sorted(results)])
-    inputs = [*found.inputs, *result.inputs]
+    inputs = inputs_of_files([*found.inputs, *result.inputs])
     return _report(
         result, inputs, select,
         summary={
@@ -111,12 +113,14 @@ def _results(
     """The results of all shards, those of an earlier scan that was killed among them."""
     results: dict[Number, Result] = {}
     step = Step(0, sum(f.size for f in files), 0, len(files))
+    paths: set[str] = set()  # of a file that holds many jobs, parts are read one by one
 
     def note(number: Number, task: Task, result: Result) -> None:
         nonlocal step
         results[number] = result
+        paths.update(f.path for f in task.files)
         step = replace(
-            step, done=step.done + task.size, files=step.files + len(task.files),
+            step, done=step.done + task.size, files=len(paths),
             jobs=step.jobs + len(result.jobs), events=step.events + result.events,
             findings=step.findings + len(result.findings),
         )  # fmt: skip
@@ -124,8 +128,7 @@ def _results(
 
     tell(step)
     todo: list[tuple[Number, Task]] = []
-    shards = cut([_absolute(f) for f in files], _shard_bytes(step.total, where.parallel))
-    for number, shard in enumerate(shards):
+    for number, shard in enumerate(_cut([_absolute(f) for f in files], where.parallel)):
         task = Task(tuple(shard), engine)
         earlier = None if kept is None else kept.get(task)
         if earlier is None:
@@ -141,11 +144,13 @@ def _results(
     return results
 
 
-def _shard_bytes(total: int, parallel: int) -> int:
-    """Size of the shards: several for each of the workers, if there are several."""
+def _cut(files: list[TraceFile], parallel: int) -> list[list[TraceFile]]:
+    """Shards: several for each of the workers, if there are several."""
     if parallel == 1:
-        return SHARD_BYTES
-    return min(SHARD_BYTES, max(_LEAST_BYTES, total // (_FOR_EACH * parallel)))
+        return list(shards(files, SHARD_BYTES))
+    weight = sum(f.size if f.weight is None else f.weight for f in parts(files, SHARD_BYTES))
+    size = min(SHARD_BYTES, max(_LEAST_BYTES, weight // (_FOR_EACH * parallel)))
+    return list(shards(files, size))
 
 
 def _absolute(file: TraceFile) -> TraceFile:

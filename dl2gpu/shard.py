@@ -19,13 +19,17 @@ from dl2gpu.engine.choose import DeviceMemoryError
 from dl2gpu.engine.cores import limited
 from dl2gpu.report.model import JOBS
 from dl2gpu.trace.inputs import Input, TraceFile
+from dl2gpu.trace.parts import shards
 from dl2gpu.trace.readers import read_files
 from dl2gpu.trace.schema import Trace, one_job
 
-__all__ = ["JOB_ROW", "SHARD_BYTES", "Result", "Task", "cut", "halves", "lost", "run"]
+__all__ = ["JOB_ROW", "SHARD_BYTES", "Result", "Task", "halves", "lost", "run"]
 
 SHARD_BYTES: Final = 512 << 20
-"""Jobs are analysed in shards of about this many bytes of input; a job is never cut."""
+"""Jobs are analysed in shards of about this many bytes; a job is never cut.
+
+Bytes of the input, but for Parquet, which is weighed by the memory that its rows take.
+"""
 
 MOST_RANKS: Final = 1 << 12
 """Missing ranks are listed up to this number, and 16 for each rank that is present.
@@ -84,26 +88,9 @@ class Result(msgspec.Struct, frozen=True):
         return msgspec.json.decode(data, type=Result)
 
 
-def cut(files: Sequence[TraceFile], most: int) -> list[list[TraceFile]]:
-    """Runs of whole jobs of about ``most`` bytes; the largest job sets the largest shard."""
-    by_job: dict[tuple[str, str | None], list[TraceFile]] = {}
-    for file in files:
-        by_job.setdefault((file.folder, file.job), []).append(file)
-    shards: list[list[TraceFile]] = []
-    size = most
-    for key in sorted(by_job, key=lambda k: (k[0], k[1] or "")):
-        weight = sum(f.size for f in by_job[key])
-        if size + weight > most:
-            shards.append([])
-            size = 0
-        shards[-1] += by_job[key]
-        size += weight
-    return [shard for shard in shards if shard]
-
-
 def halves(task: Task) -> tuple[Task, Task] | None:
     """Two tasks of half the jobs each; None where there is but one job."""
-    parts = cut(task.files, 0)
+    parts = list(shards(task.files, 0))
     if len(parts) < 2:
         return None
     middle = len(parts) // 2

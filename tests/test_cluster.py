@@ -23,8 +23,9 @@ from dl2gpu.engine.choose import DeviceMemoryError, EngineError, missing
 from dl2gpu.journal import Journal, parts_of
 from dl2gpu.report.model import Report
 from dl2gpu.scan import Step, scan
-from dl2gpu.shard import Result, Task, cut, halves
+from dl2gpu.shard import Result, Task, halves
 from dl2gpu.trace.discover import discover
+from dl2gpu.trace.parts import shards
 from dl2gpu.trace.schema import Trace
 
 SCAN = importlib.import_module("dl2gpu.scan")
@@ -384,13 +385,13 @@ def test_whole_jobs_in_a_shard(corpus: Path) -> None:
     files = discover([str(corpus)]).files
     a_job = sum(f.size for f in files if f.folder == "job00")
     for most in (1, a_job, 3 * a_job, 1 << 40):
-        shards = cut(files, most)
-        assert sorted(f.path for s in shards for f in s) == sorted(f.path for f in files)
-        jobs = [{f.folder for f in s} for s in shards]
+        found = list(shards(files, most))
+        assert sorted(f.path for s in found for f in s) == sorted(f.path for f in files)
+        jobs = [{f.folder for f in s} for s in found]
         assert sum(map(len, jobs)) == 40
-        assert all(len(s) == 2 * len(j) for s, j in zip(shards, jobs, strict=True))
-    assert len(cut(files, 1)) == 40
-    assert len(cut(files, 1 << 40)) == 1
+        assert all(len(s) == 2 * len(j) for s, j in zip(found, jobs, strict=True))
+    assert len(list(shards(files, 1))) == 40
+    assert len(list(shards(files, 1 << 40))) == 1
     parts = halves(Task(tuple(files)))
     assert parts is not None
     assert [len(p.files) for p in parts] == [40, 40]

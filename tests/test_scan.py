@@ -16,9 +16,9 @@ import pytest
 
 from dl2gpu.report.model import Report
 from dl2gpu.scan import Step, scan
-from dl2gpu.shard import cut
 from dl2gpu.trace.convert import convert
 from dl2gpu.trace.inputs import InputError
+from dl2gpu.trace.parts import shards
 
 SCAN = importlib.import_module("dl2gpu.scan")  # the module, not the function of the same name
 
@@ -179,7 +179,7 @@ def test_twice(demo: Path) -> None:
 def test_shards(demo: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = scan(str(demo))
     monkeypatch.setattr(SCAN, "SHARD_BYTES", size)
-    assert len(cut(SCAN.discover([str(demo)]).files, size)) > 2
+    assert len(list(shards(SCAN.discover([str(demo)]).files, size))) > 2
     assert bytes_of(scan(str(demo))) == bytes_of(whole)
 
 
