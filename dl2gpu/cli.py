@@ -155,6 +155,8 @@ def scan(
             from dl2gpu.engine.choose import missing
 
             _complain(f"engine auto: {'; '.join(missing()) or 'there is a usable GPU'}")
+        gc.freeze()
+        gc.enable()
         with progress(quiet=quiet) as callback:
             report = run(
                 paths,
@@ -313,8 +315,7 @@ def main() -> NoReturn:
     """Entry point of the command ``dl2gpu``. Does not return: the process ends with its status."""
     # NumPy's linear algebra starts threads that wait busily, on cores that the scan can use
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # importing makes objects by the hundred thousand, and no garbage to look for; the scan itself
-    # collects between shards
+    # importing makes objects by the hundred thousand, and no garbage to look for
     gc.disable()
     status: object = 0
     try:

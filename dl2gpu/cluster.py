@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -37,6 +38,8 @@ _PATIENCE_S: Final = 30.0
 """How long a scheduler without workers is waited for."""
 _CONNECT_S: Final = 10.0
 """How long a scheduler is looked for."""
+_COUNT_S: Final = 5.0
+"""How often the workers are counted: they come and go."""
 _LOOK_S: Final = 1.0
 """How often is asked whether the scheduler is still there."""
 
@@ -118,7 +121,8 @@ class DaskCluster(Cluster):
         super().__init__(kind, threads)
         self._client = client
         self._roots = roots
-        self._threads_of_workers()
+        self._threads_now = sum(self._threads_of_workers().values())
+        self._counted = time.monotonic()
         try:
             check_versions(client)
         except VersionError as error:
@@ -126,7 +130,7 @@ class DaskCluster(Cluster):
 
     @property
     def parallel(self) -> int:
-        return max(1, sum(self._threads_of_workers().values()))
+        return max(1, self._threads_now)
 
     def _threads_of_workers(self) -> dict[str, int]:
         """Threads by worker.
@@ -206,11 +210,15 @@ class DaskCluster(Cluster):
 
     def _room(self, finished: int) -> int:
         """How many tasks to have in flight: some for each thread that there is now."""
-        try:
-            threads: dict[str, int] = self._client.nthreads()
-        except (CancelledError, OSError, TimeoutError) as error:
-            raise self._gone(finished) from error
-        return _AHEAD * max(1, sum(threads.values()))
+        if self._client.status != "running":
+            raise self._gone(finished)
+        if time.monotonic() > self._counted + _COUNT_S:
+            try:
+                self._threads_now = sum(self._client.nthreads().values())
+            except (CancelledError, OSError, TimeoutError) as error:
+                raise self._gone(finished) from error
+            self._counted = time.monotonic()
+        return _AHEAD * max(1, self._threads_now)
 
     def _result(self, future: Any, finished: int) -> Result | None:
         """Of a task that is done; None where it killed its workers.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections import Counter
@@ -139,8 +138,6 @@ def _results(
         if kept is not None:
             kept.put(done.task, done.result)
         note(done.number, done.task, done.result)
-        if step.done < step.total:
-            gc.collect()
     return results
 
 

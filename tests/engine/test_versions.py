@@ -45,7 +45,7 @@ def test_a_cluster_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real one; its worker shares this process, so the client is given another version."""
     with (
         LocalCluster(
-            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0"
         ) as cluster,
         Client(cluster) as client,
     ):
