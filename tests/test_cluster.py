@@ -89,6 +89,15 @@ def _children(process: Process) -> list[Any]:
         return []
 
 
+def _command(process: Any) -> str:
+    import psutil
+
+    try:
+        return str(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
+
+
 def content(report: Report) -> bytes:
     """The report, but for time and place."""
     return bytes_of(
