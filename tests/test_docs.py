@@ -17,6 +17,7 @@ import dl2gpu
 from dl2gpu.cli import app
 from dl2gpu.report.model import FINDINGS, KINDS
 from dl2gpu.report.model import JOBS as JOB_COLUMNS
+from dl2gpu.suites.command import app as generate
 from dl2gpu.trace.inputs import INPUTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,9 +36,9 @@ def test_every_kind_has_its_section_in_order_of_gravity() -> None:
     assert tuple(re.findall(r"^## (\w+)$", page("verdicts.md"), re.MULTILINE)) == KINDS
 
 
-def test_every_option_of_scan_is_described() -> None:
-    command = get_command(app).commands["scan"]  # type: ignore[attr-defined]
-    options = {o for p in command.params for o in p.opts if o.startswith("--")}
+def test_every_option_is_described() -> None:
+    commands = get_command(app).commands["scan"], get_command(generate).commands["fleet"]  # type: ignore[attr-defined]
+    options = {o for c in commands for p in c.params for o in p.opts if o.startswith("--")}
     described = set(re.findall(r"--[a-z][a-z-]+", page("usage.md")))
     assert options - {"--help"} <= described
     assert described - options <= {"--rm"}  # of docker

@@ -345,13 +345,20 @@ def _pairs_of_all(e: pl.DataFrame, waits: Array) -> pl.DataFrame:
     if not one:
         targets = targets[np.argsort(place[targets])]
         at = waits[np.argsort(place[waits])]
-    known = (e["done"] | e["passed"]).fill_null(False).to_numpy()[at]
-    before = (
-        pl.DataFrame({"lane": lanes[at], "wait": at, "open": np.where(known, -1, at)})
-        .with_columns(open=pl.when(pl.col("open") >= 0).then("open").forward_fill().over("lane"))
-        .with_columns(pl.col("wait", "open").shift(1).over("lane").fill_null(-1))
-    )
-    first = np.where(known, before["wait"].to_numpy(), before["open"].to_numpy())
+    known = flags(e["done"])[at] | flags(e["passed"])[at]
+    before = np.full(len(at), -1, np.int64)  # the wait before it in its lane
+    follows = lanes[at[1:]] == lanes[at[:-1]]
+    before[1:][follows] = at[:-1][follows]
+    first = before
+    if known.any():
+        still = (
+            pl.DataFrame({"lane": lanes[at], "open": np.where(known, -1, at)})
+            .with_columns(
+                open=pl.when(pl.col("open") >= 0).then("open").forward_fill().over("lane")
+            )
+            .select(pl.col("open").shift(1).over("lane").fill_null(-1))
+        )
+        first = np.where(known, before, still["open"].to_numpy())
     first = lanes[at].astype(np.int64) * n + np.maximum(first, 0)
     lo, hi = np.searchsorted(place[targets], [first, place[at]])
     width = hi - lo

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
 import polars as pl
@@ -65,16 +66,17 @@ def shards(files: Sequence[TraceFile], shard_bytes: int) -> Iterator[list[TraceF
 def parts(files: Sequence[TraceFile], shard_bytes: int) -> list[TraceFile]:
     """``files``, with Parquet files weighed, and cut where they take more than ``shard_bytes``.
 
-    The parts of a file have a ``part`` each, in order; their sizes add up to the file's. What is
-    wrong with a file does not raise here: it stays whole, and the reader says what it is.
+    The parts of a file have a ``part`` each, in order; their sizes add up to the file's. A part
+    that takes more is cut again. What is wrong with a file does not raise here: it stays whole,
+    and the reader says what it is.
     """
-    apart = _apart([f for f in files if f.format == "parquet"])
+    apart = _apart([f for f in files if f.format == "parquet" and f.apart is None])
     out: list[TraceFile] = []
     for file in files:
-        if file.format != "parquet" or file.part is not None:
+        if file.format != "parquet":
             out.append(file)
             continue
-        told = replace(file, apart=file.path in apart)
+        told = file if file.apart is not None else replace(file, apart=file.path in apart)
         try:
             out += _cut(told, shard_bytes)
         except InputError:
@@ -85,52 +87,58 @@ def parts(files: Sequence[TraceFile], shard_bytes: int) -> list[TraceFile]:
 def _cut(file: TraceFile, shard_bytes: int) -> list[TraceFile]:
     with contextlib.ExitStack() as stack:
         data = source(replace(file, part=_ALL), read_bytes, stack)
-        rows = rows_of(data, "")
-        whole = replace(file, weight=max(file.size, rows * EVENT_BYTES))
-        if rows * EVENT_BYTES <= shard_bytes:
-            return [whole]
+        if file.part is None:
+            total = rows_of(data, "")
+            file = replace(file, weight=max(file.size, total * EVENT_BYTES))
+            rows, jobs = (0, total), (0, 1 << 31)
+        else:
+            rows, jobs = file.part.rows, file.part.jobs
+        if (rows[1] - rows[0]) * EVENT_BYTES <= shard_bytes:
+            return [file]
         check_version(data)
-        check_siblings(file, data)
-        counts = _job_rows(data, rows)
-    if counts is None or counts[0][0] < 0:
-        return [whole]
-    made: list[TraceFile] = []
-    first_row = row = 0
-    first_job = counts[0][0]
+        if file.part is None:
+            check_siblings(file, data)
+        counts = _job_rows(data, *rows)
+    if not counts or counts[0][0] < 0:
+        return [file]
+    begins = [(jobs[0], rows[0])]  # of each part: first job, first row
+    row = rows[0]
     for job, n in counts:
-        if row > first_row and (row + n - first_row) * EVENT_BYTES > shard_bytes:
-            made.append(_part(whole, rows, (first_job, job), (first_row, row)))
-            first_job, first_row = job, row
+        if row > begins[-1][1] and (row + n - begins[-1][1]) * EVENT_BYTES > shard_bytes:
+            begins.append((job, row))
         row += n
-    end = max(counts[-1][0] + 1, _jobs_of(file))
-    made.append(_part(whole, rows, (first_job, end), (first_row, row)))
-    made[0] = _part(whole, rows, (0, made[0].part.jobs[1]), made[0].part.rows)  # type: ignore[union-attr]
-    return made
+    # the last jobs of a file may have no events
+    end = jobs[1] if file.part is not None else max(counts[-1][0] + 1, _names(file).height)
+    return [
+        _part(file, Part((first[0], last[0]), (first[1], last[1])), rows)
+        for first, last in pairwise([*begins, (end, rows[1])])
+    ]
+
+
+def _part(file: TraceFile, part: Part, rows: tuple[int, int]) -> TraceFile:
+    """A part of ``file``, of which ``rows`` are looked at."""
+    total = rows[1] - rows[0]
+    first, end = (file.size * (row - rows[0]) // total for row in part.rows)
+    weight = (part.rows[1] - part.rows[0]) * EVENT_BYTES
+    return replace(file, part=part, size=end - first, weight=weight)
 
 
 _ALL: Final = Part((0, 0), (0, 0))
 """Marks a file of which little will be read."""
 
 
-def _part(file: TraceFile, total: int, jobs: tuple[int, int], rows: tuple[int, int]) -> TraceFile:
-    first, end = (file.size * row // total for row in rows)
-    return replace(
-        file, part=Part(jobs, rows), size=end - first, weight=(rows[1] - rows[0]) * EVENT_BYTES
-    )
-
-
-def _job_rows(data: Source, rows: int) -> list[tuple[int, int]] | None:
-    """(job, rows) in the order of a main file; None where it is not sorted by job.
+def _job_rows(data: Source, begin: int, end: int) -> list[tuple[int, int]] | None:
+    """(job, rows) in the order of a main file's rows; None where they are not sorted by job.
 
     Looks at the column ``job`` only, some rows at a time.
     """
     counts: list[tuple[int, int]] = []
-    for first in range(0, rows, _LOOKED_AT):
+    for first in range(begin, end, _LOOKED_AT):
         try:
             column = (
                 pl.scan_parquet(again(data))
                 .select(pl.col("job").cast(pl.Int32))
-                .slice(first, _LOOKED_AT)
+                .slice(first, min(_LOOKED_AT, end - first))
                 .collect()
                 .to_series()
             )
@@ -155,11 +163,6 @@ def _names(file: TraceFile) -> pl.DataFrame:
     content = read_bytes(side)
     table = read_table(content, side.path, keys)
     return cast_table(table, side.path, {k: JOBS[k] for k in keys})
-
-
-def _jobs_of(file: TraceFile) -> int:
-    """How many jobs a file has; the last ones may have no events."""
-    return int(_names(file)["job"].len())
 
 
 def _apart(files: list[TraceFile]) -> set[str]:

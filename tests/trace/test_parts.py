@@ -67,6 +67,19 @@ def test_weights_and_sizes(corpus: Path) -> None:
         assert len(shard) == 1 or sum(f.weight or 0 for f in shard) <= 2 << 20
 
 
+def test_parts_are_cut_again(corpus: Path) -> None:
+    files = files_of(corpus)
+    once = parts.parts(files, 3 << 20)
+    assert len(files) < len(once) < 60
+    assert parts.parts(once, 3 << 20) == once
+    twice, direct = parts.parts(once, 0), parts.parts(files, 0)
+    assert [(f.path, f.part, f.weight) for f in twice] == [
+        (f.path, f.part, f.weight) for f in direct
+    ]
+    assert len(twice) == 60
+    assert sum(f.size for f in twice) == sum(f.size for f in files)
+
+
 def test_what_is_wrong_stays_whole_and_is_told(corpus: Path, tmp_path: Path) -> None:
     for file in corpus.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
