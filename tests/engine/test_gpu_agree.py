@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 import pytest
 from engine.ways import cases, demo, lossy, result, wild
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from programs import from_seed, seeds, shuffled, trace_of
 
 from dl2gpu.engine.cpu import CPU, PLANS
@@ -51,8 +51,9 @@ def test_programs_that_take_from_anybody(seed: int) -> None:
 
 @given(seed=seeds())
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(seed=1004)  # a probe alone at its message, of a rank that lost its start
 def test_programs_of_which_the_start_is_lost(seed: int) -> None:
-    assert_agree(lossy(seed, 30), seed)
+    assert_agree(lossy(seed, 60), seed)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ def disorder(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def group_by(self: pl.LazyFrame, *by: Any, **kwargs: Any) -> Any:
         groups = plain_group_by(self, *by, **kwargs)
         if not kwargs.get("maintain_order"):
-            groups.agg = disorderly(groups.agg)
+            monkeypatch.setattr(groups, "agg", disorderly(groups.agg))
         return groups
 
     plain_group_by = pl.LazyFrame.group_by

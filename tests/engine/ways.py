@@ -80,7 +80,7 @@ def lossy(seed: int, n: int) -> Trace:
     ranks = trace.ranks.with_columns(
         lost_before=pl.when(number % 3 == 0).then(pl.lit(5)).otherwise("lost_before"),
         only_active=number % 5 == 0,
-    ).cast(dict(trace.ranks.schema))
+    ).cast({"lost_before": pl.Int64})
     jobs = trace.jobs.with_columns(
         source=pl.when(pl.col("job") % 2 == 0)
         .then(pl.lit("flight_recorder"))
