@@ -155,9 +155,8 @@ class Simulated:
 
 def simulated_traces() -> Iterator[tuple[str, Trace]]:
     yield "programs", trace_of(*from_seed(21, 6))
-    yield "more programs", trace_of(*from_seed(22, 6))
-    yield "wildcards", trace_of(*wild(23, 6))
-    yield "lost starts", lossy(24, 6)
+    yield "wildcards", trace_of(*wild(23, 5))
+    yield "lost starts", lossy(24, 4)
 
 
 def compare_in_simulator() -> int:

@@ -90,6 +90,16 @@ def lossy(seed: int, n: int) -> Trace:
     return dataclasses.replace(trace, ranks=ranks, jobs=jobs)
 
 
+def memberless(seed: int, n: int) -> Trace:
+    """Programs of which some communicators do not say who belongs to them."""
+    trace = trace_of(*from_seed(seed, n))
+    none = pl.Series([[]], dtype=trace.comms.schema["ranks"]).first()
+    comms = trace.comms.with_columns(
+        ranks=pl.when(pl.col("comm") % 3 == 0).then(pl.lit(none)).otherwise("ranks")
+    )
+    return dataclasses.replace(trace, comms=comms)
+
+
 def result(trace: Trace, engine: Engine) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Findings and jobs."""
     found: Analysis = analyse(trace, engine=engine)
