@@ -55,7 +55,7 @@ def facts() -> Iterator[tuple[str, str]]:
         yield name, _version(name) or "missing: reinstall dl2gpu"
     version = choose.driver()
     yield "NVIDIA driver", "none" if version is None else f"serves CUDA {version[0]}.{version[1]}"
-    yield "GPUs", str(choose.devices())
+    yield "GPUs", _gpus()
     for name in choose.GPU_PACKAGES:
         yield name, _module_version(name) or "none"
     yield "engine auto", choose.choose("auto")
@@ -73,6 +73,15 @@ def _module_version(module: str) -> str | None:
     for name in importlib.metadata.packages_distributions().get(module, ()):
         return f"{_version(name)} ({name})"
     return None
+
+
+def _gpus() -> str:
+    found = choose.properties()
+    if found is None:
+        return str(choose.devices())
+    (major, minor), size = found
+    first = f"the first of compute capability {major}.{minor} with {size / 1e9:.1f} GB"
+    return f"{choose.devices()}, {first}"
 
 
 def _processors() -> str:

@@ -12,6 +12,7 @@ import pytest
 from dl2gpu.engine import choose
 from dl2gpu.engine.choose import DeviceMemoryError, EngineError, missing
 from dl2gpu.engine.cpu import CPU
+from dl2gpu.report.doctor import facts
 
 GOOD = {
     "cudf-polars-cu12": "26.10.2", "cudf-cu12": "26.10.2", "cugraph-cu12": "26.10.0",
@@ -134,6 +135,13 @@ def test_properties_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose.properties() == ((8, 9), 24 << 30)
     library.cuInit = lambda flags: 100
     assert choose.properties() is None
+
+
+def test_doctor_names_the_gpu(machine: Machine) -> None:
+    machine(gpus=2, properties=((8, 9), 24_000_000_000))
+    assert dict(facts())["GPUs"] == "2, the first of compute capability 8.9 with 24.0 GB"
+    machine(gpus=0, properties=None)
+    assert dict(facts())["GPUs"] == "0"
 
 
 def test_engines_by_name() -> None:
