@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import from_seed, trace_of
 
-from dl2gpu.engine import gpu
+from dl2gpu.analysis import analyse
+from dl2gpu.engine import choose, gpu
 from dl2gpu.engine.choose import DeviceMemoryError
 from dl2gpu.engine.cpu import CPU
 from dl2gpu.engine.one_thread import compiled
@@ -177,6 +178,11 @@ def test_a_whole_analysis(calls: Calls, launches: list[tuple[int, int]]) -> None
         assert result(trace, engine) == result(trace, CPU)
     assert len(launches) > 10
     assert all(blocks >= 1 and threads % 32 == 0 for blocks, threads in launches)
+    choose._gpu.cache_clear()
+    by_name = analyse(trace_of(*from_seed(33, 20)), engine="gpu")
+    assert by_name.findings == analyse(trace_of(*from_seed(33, 20)), engine="cpu").findings
+    choose._gpu.cache_clear()
+    assert calls.made["rmm.mr.CudaAsyncMemoryResource"] == 2
     assert set(calls.made) == {
         "cupy.full", "cupy.zeros", "cupy.asarray", "cupy.asnumpy", "cupy.cuda.set_allocator",
         "rmm.mr.CudaAsyncMemoryResource", "rmm.mr.set_current_device_resource", "cudf.DataFrame",
