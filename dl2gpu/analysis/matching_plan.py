@@ -296,16 +296,20 @@ def plan_messages(p: Prepared, first: int) -> tuple[pl.DataFrame, pl.DataFrame, 
     )
     # numbered here: no engine is asked to keep the order of a sort in its middle
     nodes = (
-        collect(placed.lazy().select(*_CHANNEL, "k", "seen").unique())
+        collect(placed.lazy().select(*_CHANNEL, "k", "seen", "cut").unique())
         .sort("seen", "k")
         .with_row_index("node", offset=first)
         .with_columns(pl.col("node").cast(pl.Int32))
     )
-    placed = collect(placed.lazy().join(nodes.lazy().drop("seen"), on=[*_CHANNEL, "k"], how="left"))
+    placed = collect(
+        placed.lazy().join(
+            nodes.lazy().select(*_CHANNEL, "k", "node"), on=[*_CHANNEL, "k"], how="left"
+        )
+    )
     facts = compare_messages(placed, p.engine)
     nodes = nodes.join(facts, on="node", how="left").with_columns(
         pl.col("present", "finished").fill_null(0),
-        pl.col("has_send", "has_recv", "blocks", "differs", "cut").fill_null(False),
+        pl.col("has_send", "has_recv", "blocks", "differs").fill_null(False),
     ).select(
         "node", "job", "comm", "k", "src", "dst",
         "present", "differs", "blocks", "finished", "has_send", "has_recv", "cut",

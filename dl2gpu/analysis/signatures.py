@@ -160,7 +160,6 @@ def compare_messages(parts: pl.DataFrame, engine: Engine) -> pl.DataFrame:
             "finished",
             has_send=pl.col("send") > 0,
             has_recv=pl.col("recv") > 0,
-            cut=pl.col("cut") > 0,
             blocks=blocks,
             differs=blocks | (fair & (dtypes | (tags & strict))),
         )

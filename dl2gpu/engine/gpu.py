@@ -149,7 +149,10 @@ def thread_count(places: int) -> int:
 @functools.cache
 def _compiled(kernel: Callable[[Any], Callable[..., None]]) -> Any:
     from numba import cuda
+    from numba.cuda.core import config
 
+    # a shard of few jobs has few blocks: that is no mistake to warn of
+    config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
     return cuda.jit(kernel(cuda))
 
 

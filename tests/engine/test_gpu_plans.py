@@ -14,12 +14,13 @@ from typing import Any
 
 import polars as pl
 import pytest
-from engine.ways import Recording, cases, demo, lossy, wild
+from engine.ways import Recording, cases, demo, lossy, memberless, wild
 from programs import from_seed, trace_of
 
 import dl2gpu.analysis
 from dl2gpu.analysis import analyse
-from dl2gpu.engine.gpu import query_options
+from dl2gpu.engine.choose import DeviceMemoryError
+from dl2gpu.engine.gpu import Gpu, query_options
 
 translate = pytest.importorskip(
     "cudf_polars.dsl.translate", reason="needs one of the gpu extras", exc_type=ImportError
@@ -57,6 +58,7 @@ def recorded() -> Recording:
         yield trace_of(*from_seed(1, 100))
         yield trace_of(*wild(2, 60))
         yield lossy(3, 60)
+        yield memberless(4, 60)
         for _, trace in cases():
             yield trace
 
@@ -102,6 +104,24 @@ def test_what_cudf_lacks_is_seen() -> None:
     """The check itself: an operation that does not translate is an error."""
     plan = pl.LazyFrame({"k": [1, 1, 2]}).select(pl.col("k").rle_id())
     assert errors(plan)
+
+
+def test_memory_that_is_spent_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cuDF raises while Polars runs the plan comes out as the engine's own error."""
+    import cudf_polars.callback
+
+    ran: list[Any] = []
+
+    def spent(*args: Any, **kwargs: Any) -> None:
+        ran.append(args)
+        raise MemoryError("std::bad_alloc: out_of_memory")
+
+    monkeypatch.setattr(cudf_polars.callback, "_callback", spent)
+    engine = Gpu.__new__(Gpu)
+    engine._memory = None
+    with pytest.raises(DeviceMemoryError, match="out_of_memory"):
+        engine.collect(pl.LazyFrame({"k": [1, 1, 2]}).select(pl.col("k").sum()))
+    assert len(ran) == 1
 
 
 def test_no_silent_fallback() -> None:

@@ -80,7 +80,7 @@ def lossy(seed: int, n: int) -> Trace:
     ranks = trace.ranks.with_columns(
         lost_before=pl.when(number % 3 == 0).then(pl.lit(5)).otherwise("lost_before"),
         only_active=number % 5 == 0,
-    ).cast(dict(trace.ranks.schema))
+    ).cast({"lost_before": pl.Int64})
     jobs = trace.jobs.with_columns(
         source=pl.when(pl.col("job") % 2 == 0)
         .then(pl.lit("flight_recorder"))
@@ -88,6 +88,16 @@ def lossy(seed: int, n: int) -> Trace:
         .cast(trace.jobs.schema["source"])
     )
     return dataclasses.replace(trace, ranks=ranks, jobs=jobs)
+
+
+def memberless(seed: int, n: int) -> Trace:
+    """Programs of which some communicators do not say who belongs to them."""
+    trace = trace_of(*from_seed(seed, n))
+    none = pl.Series([[]], dtype=trace.comms.schema["ranks"]).first()
+    comms = trace.comms.with_columns(
+        ranks=pl.when(pl.col("comm") % 3 == 0).then(pl.lit(none)).otherwise("ranks")
+    )
+    return dataclasses.replace(trace, comms=comms)
 
 
 def result(trace: Trace, engine: Engine) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
