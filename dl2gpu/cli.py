@@ -216,12 +216,20 @@ def convert(
 
 
 @app.command(epilog="Example:  dl2gpu doctor")
-def doctor(verbose: Verbose = False) -> None:
-    """What this machine can do: versions, processors, memory, and what the GPU engine lacks."""
+def doctor(
+    test: Annotated[
+        bool,
+        typer.Option(
+            "--test/--no-test", help="Analyse a small corpus on every engine, and compare."
+        ),
+    ] = True,
+    verbose: Verbose = False,
+) -> None:
+    """What this machine can do: versions, memory, GPUs, and a test of every engine."""
     with _errors(verbose):
         from dl2gpu.report.doctor import doctor as words
 
-        _print(words())
+        _print(words(test))
 
 
 def _kinds(fail_on: str) -> list[str]:
