@@ -135,8 +135,13 @@ def metadata_of(data: Source, name: str) -> dict[str, str]:
         raise InputError(f"{of_file(name)}not readable as Parquet: {first_line(e)}") from e
 
 
-def rows_of(data: Source, name: str) -> int:
+def rows_of(data: Source, name: str, size: int | None = None) -> int:
     """Rows of a table, from its footer.
+
+    Args:
+        data: the file, or its footer alone with the bytes PAR1 before it.
+        name: what a message calls it.
+        size: stored bytes of the file, where ``data`` is not all of it.
 
     Raises:
         InputError: it is not readable, or so large that only a damaged or hostile file can be.
@@ -145,7 +150,8 @@ def rows_of(data: Source, name: str) -> int:
         rows = int(pl.scan_parquet(again(data)).select(pl.len()).collect().item())
     except POLARS_ERRORS as e:
         raise InputError(f"{of_file(name)}not readable as Parquet: {first_line(e)}") from e
-    size = len(data) if isinstance(data, bytes) else os.fstat(data.fileno()).st_size
+    if size is None:
+        size = len(data) if isinstance(data, bytes) else os.fstat(data.fileno()).st_size
     allowed = max(4 * DEFAULT.free_bytes, DEFAULT.max_ratio * size)
     if rows * ROW_BYTES > allowed:
         raise InputError(

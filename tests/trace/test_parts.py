@@ -165,6 +165,24 @@ def test_other_formats_keep_their_jobs_together(tmp_path: Path) -> None:
     assert [len(s) for s in parts.shards(files_of(tmp_path), 1)] == [3]
 
 
+def test_files_of_a_store(corpus: Path) -> None:
+    """What fits is weighed by its footer alone; what does not is cut as a local file is."""
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory")
+    store.put(str(corpus), "/parts", recursive=True)
+    try:
+        files = discover(["memory://parts"]).files
+        local = files_of(corpus)
+        for size in (1 << 30, 2 << 20):
+            got, want = parts.parts(files, size), parts.parts(local, size)
+            assert [(f.path, f.part, f.weight) for f in got] == [
+                (f.path, f.part, f.weight) for f in want
+            ]
+        same(read_files(local)[0], read_in_parts(files, 2 << 20)[0])
+    finally:
+        store.rm("/parts", recursive=True)
+
+
 def test_joined_inputs() -> None:
     made = [
         Input("x", "read", None, "parquet", "a", None, 3),
