@@ -1,8 +1,8 @@
 """The GPU engine: plans on cuDF through Polars, kernels by numba-cuda, components by cuGraph.
 
 Needs one of the extras gpu-cu12 and gpu-cu13; :func:`choose.missing` says what is not there. One
-process drives one GPU, the one that is current, and its threads take turns. All libraries take their
-memory from one resource of RMM, so that none hoards what another needs.
+process drives one GPU, the one that is current, and its threads take turns. All libraries take
+their memory from one resource of RMM, so that none hoards what another needs.
 """
 
 from __future__ import annotations
