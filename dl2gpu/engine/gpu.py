@@ -1,13 +1,14 @@
 """The GPU engine: plans on cuDF through Polars, kernels by numba-cuda, components by cuGraph.
 
 Needs one of the extras gpu-cu12 and gpu-cu13; :func:`choose.missing` says what is not there. One
-process drives one GPU: the one that is current. All libraries take their memory from one resource
-of RMM, so that none hoards what another needs.
+process drives one GPU, the one that is current, and its threads take turns. All libraries take
+their memory from one resource of RMM, so that none hoards what another needs.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -51,7 +52,7 @@ class Gpu:
         import rmm
         from rmm.allocators.cupy import rmm_cupy_allocator
 
-        with _device_memory():
+        with _on_device():
             self._memory = rmm.mr.CudaAsyncMemoryResource()
         rmm.mr.set_current_device_resource(self._memory)
         cupy.cuda.set_allocator(rmm_cupy_allocator)
@@ -62,7 +63,7 @@ class Gpu:
         Raises:
             polars.exceptions.PolarsError: an operation of the plan does not exist in cuDF.
         """
-        with _device_memory():
+        with _on_device():
             return plan.collect(engine=query_options(self._memory))
 
     def launch(
@@ -78,7 +79,7 @@ class Gpu:
         function = _compiled(kernel)
         made: list[Any] = []
         kept: dict[str, tuple[Any, int]] = {}
-        with _device_memory():
+        with _on_device():
             for name, value in arguments_of(function.py_func, arguments):
                 if isinstance(value, Fresh):
                     # an array without elements has no address
@@ -100,7 +101,7 @@ class Gpu:
         import cupy
 
         label = np.arange(size, dtype=np.int64)
-        with _device_memory():
+        with _on_device():
             on_src, on_dst = on_cycles(cupy, cupy.asarray(src), cupy.asarray(dst), size)
             if not len(on_src):
                 return label
@@ -162,12 +163,16 @@ _SHORT_OF_MEMORY: Final = (
 )  # fmt: skip
 """Marks in the errors of libraries that do not say it by the error's type."""
 
+_turn = threading.RLock()
+"""Threads take turns: all libraries work on the GPU's default stream, and share its memory."""
+
 
 @contextmanager
-def _device_memory() -> Iterator[None]:
-    """Whatever a library raises when the GPU's memory is spent becomes DeviceMemoryError."""
+def _on_device() -> Iterator[None]:
+    """One thread at a time. What a library raises for want of memory becomes DeviceMemoryError."""
     try:
-        yield
+        with _turn:
+            yield
     except DeviceMemoryError:
         raise
     except Exception as e:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import time
 import types
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -249,7 +251,23 @@ def test_labels_are_the_first_vertices() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory
+# Threads, and memory
+
+
+def test_threads_take_turns() -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def work(number: int) -> None:
+        with gpu._on_device():
+            inside.append(number)
+            most.append(len(inside))
+            time.sleep(0.002)
+            inside.remove(number)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(12)))
+    assert most == [1] * 12
 
 
 @pytest.mark.parametrize(
@@ -263,14 +281,14 @@ def test_labels_are_the_first_vertices() -> None:
 )
 def test_memory_that_does_not_suffice(error: Exception) -> None:
     expected = pytest.raises(DeviceMemoryError, match="the GPU's memory does not suffice")
-    with expected as caught, gpu._device_memory():
+    with expected as caught, gpu._on_device():
         raise error
     assert caught.value.__cause__ is error
 
 
 def test_other_errors_stay_what_they_are() -> None:
     for error in (ValueError("shape"), pl.exceptions.ComputeError("no such column")):
-        with pytest.raises(type(error)) as caught, gpu._device_memory():
+        with pytest.raises(type(error)) as caught, gpu._on_device():
             raise error
         assert caught.value is error
 
