@@ -12,26 +12,40 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Iterator, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    CancelledError,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from dl2gpu import __version__
-from dl2gpu import shard as shards
+from dl2gpu import __version__, shard
 from dl2gpu.engine.choose import EngineError, choose, devices, missing
 from dl2gpu.engine.cores import cores
 from dl2gpu.engine.versions import VersionError, check_versions
 from dl2gpu.shard import Result, Task
 from dl2gpu.trace.files import local_path
+from dl2gpu.trace.inputs import TraceFile
+from dl2gpu.trace.parts import parts, shards
 
 __all__ = ["KINDS", "Cluster", "ClusterError", "Done", "Number", "check", "opened"]
 
 KINDS: Final = "threads, local, cuda, or the address of a Dask scheduler (tcp://host:8786)"
 
+_MOST_AT_ONCE: Final = 16
+"""Shards that one process works on at a time: Python's lock is held between the columns."""
+_LEAST_BYTES: Final = 16 << 20
+"""Shards for several workers are not smaller: each costs some milliseconds."""
+_FOR_EACH: Final = 4
+"""So many shards a worker of a cluster even out their sizes."""
 _AHEAD: Final = 2
 """Tasks in flight, for each thread of the workers."""
 _PATIENCE_S: Final = 30.0
@@ -89,7 +103,7 @@ def opened(kind: str, workers: int | None, roots: Sequence[str]) -> Iterator[Clu
 
 
 class Cluster:
-    """This process: one shard after the other, each on all threads."""
+    """This process: as many shards at a time as there are threads, or one on all of them."""
 
     def __init__(self, kind: str, workers: int | None) -> None:
         self.kind = kind
@@ -98,7 +112,11 @@ class Cluster:
     @property
     def parallel(self) -> int:
         """How many tasks can be worked on at once."""
-        return 1
+        return min(self._threads or cores(), _MOST_AT_ONCE)
+
+    def cut(self, files: Sequence[TraceFile], most: int) -> list[list[TraceFile]]:
+        """Shards such that those in flight take ``most`` bytes together (and a large job more)."""
+        return list(shards(files, max(_LEAST_BYTES, most // self.parallel)))
 
     def engine(self, asked: str) -> str:
         """``cpu`` or ``gpu`` for what the user asked.
@@ -108,10 +126,32 @@ class Cluster:
         """
         return choose(asked)
 
-    def results(self, tasks: Iterable[tuple[Number, Task]]) -> Iterator[Done]:
+    def results(self, tasks: Sequence[tuple[Number, Task]]) -> Iterator[Done]:
         """What comes of each task."""
-        for number, task in tasks:
-            yield Done(number, task, shards.run(_with_threads(task, self._threads)))
+        many = min(self.parallel, len(tasks))
+        if many <= 1:
+            for number, task in tasks:
+                yield Done(number, task, shard.run(_with_threads(task, self._threads)))
+            return
+        threads = max(1, (self._threads or cores()) // many)
+        pool = ThreadPoolExecutor(many, thread_name_prefix="shard")
+        try:
+            yield from self._results(pool, threads, iter(tasks), many)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _results(
+        self, pool: ThreadPoolExecutor, threads: int, todo: Iterator[tuple[Number, Task]], many: int
+    ) -> Iterator[Done]:
+        flying: dict[Future[Result], tuple[Number, Task]] = {}
+        while True:
+            for number, task in islice(todo, many - len(flying)):
+                flying[pool.submit(shard.run, _with_threads(task, threads))] = number, task
+            if not flying:
+                return
+            for future in wait(flying, return_when=FIRST_COMPLETED).done:
+                number, task = flying.pop(future)
+                yield Done(number, task, future.result())
 
 
 class DaskCluster(Cluster):
@@ -131,6 +171,12 @@ class DaskCluster(Cluster):
     @property
     def parallel(self) -> int:
         return max(1, self._threads_now)
+
+    def cut(self, files: Sequence[TraceFile], most: int) -> list[list[TraceFile]]:
+        """Several shards for each of the workers, of ``most`` bytes each at most."""
+        weight = sum(f.size if f.weight is None else f.weight for f in parts(files, most))
+        size = min(most, max(_LEAST_BYTES, weight // (_FOR_EACH * self.parallel)))
+        return list(shards(files, size))
 
     def _threads_of_workers(self) -> dict[str, int]:
         """Threads by worker.
@@ -162,8 +208,8 @@ class DaskCluster(Cluster):
             )
         return "cpu" if poor else "gpu"
 
-    def results(self, tasks: Iterable[tuple[Number, Task]]) -> Iterator[Done]:
-        from distributed import wait
+    def results(self, tasks: Sequence[tuple[Number, Task]]) -> Iterator[Done]:
+        from distributed import wait as wait_for
 
         todo = iter(tasks)
         again: deque[tuple[Number, Task]] = deque()
@@ -183,7 +229,9 @@ class DaskCluster(Cluster):
                 return
             try:
                 with self._client.as_current():
-                    done = wait(list(flying), timeout=_LOOK_S, return_when="FIRST_COMPLETED").done
+                    done = wait_for(
+                        list(flying), timeout=_LOOK_S, return_when="FIRST_COMPLETED"
+                    ).done
             except TimeoutError:
                 done = set()
             except (CancelledError, OSError) as error:
@@ -196,11 +244,11 @@ class DaskCluster(Cluster):
                 number, task = flying.pop(future)
                 result = self._result(future, finished)
                 if result is None:
-                    parts = shards.halves(task)
+                    parts = shard.halves(task)
                     if parts is not None:
                         again += [((*number, k), part) for k, part in enumerate(parts)]
                         continue
-                    result = shards.lost(
+                    result = shard.lost(
                         task,
                         "the worker was killed each time it worked on this job; the usual cause is "
                         f"too little memory for its {task.size} bytes of input",
@@ -270,7 +318,7 @@ def work(task: Task, roots: tuple[str, ...], version: str) -> bytes:
     from distributed import get_worker
 
     threads = max(1, cores() // get_worker().state.nthreads)
-    return shards.run(task if task.threads else _with_threads(task, threads)).encode()
+    return shard.run(task if task.threads else _with_threads(task, threads)).encode()
 
 
 def _with_threads(task: Task, threads: int | None) -> Task:

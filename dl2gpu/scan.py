@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import polars as pl
@@ -21,14 +21,8 @@ from dl2gpu.trace.discover import discover
 from dl2gpu.trace.files import local_path
 from dl2gpu.trace.inputs import INPUTS, Input, TraceFile
 from dl2gpu.trace.inputs import joined as inputs_of_files
-from dl2gpu.trace.parts import parts, shards
 
 __all__ = ["Progress", "Step", "scan"]
-
-_LEAST_BYTES: Final = 16 << 20
-"""Shards for several workers are not smaller: each costs some milliseconds."""
-_FOR_EACH: Final = 4
-"""So many shards a worker even out their sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +121,7 @@ def _results(
 
     tell(step)
     todo: list[tuple[Number, Task]] = []
-    for number, shard in enumerate(_cut([_absolute(f) for f in files], where.parallel)):
+    for number, shard in enumerate(where.cut([_absolute(f) for f in files], SHARD_BYTES)):
         task = Task(tuple(shard), engine)
         earlier = None if kept is None else kept.get(task)
         if earlier is None:
@@ -139,15 +133,6 @@ def _results(
             kept.put(done.task, done.result)
         note(done.number, done.task, done.result)
     return results
-
-
-def _cut(files: list[TraceFile], parallel: int) -> list[list[TraceFile]]:
-    """Shards: several for each of the workers, if there are several."""
-    if parallel == 1:
-        return list(shards(files, SHARD_BYTES))
-    weight = sum(f.size if f.weight is None else f.weight for f in parts(files, SHARD_BYTES))
-    size = min(SHARD_BYTES, max(_LEAST_BYTES, weight // (_FOR_EACH * parallel)))
-    return list(shards(files, size))
 
 
 def _absolute(file: TraceFile) -> TraceFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import random
@@ -46,6 +47,7 @@ def corpus(tmp_path: Path) -> Path:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """One job a shard."""
     monkeypatch.setattr(SCAN, "SHARD_BYTES", 1)
+    monkeypatch.setattr(cluster, "_LEAST_BYTES", 1)
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def scheduler(tmp_path: Path) -> Iterator[tuple[str, Process, list[Process]]]:
     finally:
         for process in (*workers, first):
             for child in _children(process):
-                child.kill()
+                _kill(child.pid)
             process.kill()
             process.wait()
 
@@ -85,8 +87,13 @@ def _children(process: Process) -> list[Any]:
 
     try:
         return list(psutil.Process(process.pid).children(recursive=True))
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return []
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, signal.SIGKILL)
 
 
 def _command(process: Any) -> str:
@@ -180,7 +187,7 @@ def test_a_job_that_kills_its_workers(
 
     preload = tmp_path / "deadly.py"
     preload.write_text(DEADLY)
-    monkeypatch.setattr(SCAN, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(cluster, "_LEAST_BYTES", 1)
     with dask.config.set(
         {"distributed.worker.preload": [str(preload)], "distributed.scheduler.allowed-failures": 1}
     ):
@@ -269,10 +276,12 @@ def test_a_scheduler_that_goes_away(
 KILLED = """
 import importlib, os, signal, sys
 from pathlib import Path
+from dl2gpu import cluster
 from dl2gpu.journal import parts_of
 
 scan = importlib.import_module("dl2gpu.scan")
 scan.SHARD_BYTES = 1
+cluster._LEAST_BYTES = 1
 
 def die(step):
     if step.jobs == int(sys.argv[3]):

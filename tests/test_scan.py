@@ -14,6 +14,7 @@ from typing import Any
 import fr_writer
 import pytest
 
+from dl2gpu import cluster
 from dl2gpu.report.model import Report
 from dl2gpu.scan import Step, scan
 from dl2gpu.trace.convert import convert
@@ -149,6 +150,7 @@ def test_job_pattern_over_folders_and_shards(
     native(tmp_path / "host0", 0, STUCK[0])
     native(tmp_path / "host1", 1, STUCK[1])
     monkeypatch.setattr(SCAN, "SHARD_BYTES", 1)
+    monkeypatch.setattr(cluster, "_LEAST_BYTES", 1)
     report = scan(str(tmp_path), job_pattern=r"(?P<job>host)\d")
     assert verdicts(report) == {"host": "cycle"}
     assert report.jobs["ranks_present"].to_list() == [[0, 1]]
@@ -179,6 +181,7 @@ def test_twice(demo: Path) -> None:
 def test_shards(demo: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = scan(str(demo))
     monkeypatch.setattr(SCAN, "SHARD_BYTES", size)
+    monkeypatch.setattr(cluster, "_LEAST_BYTES", 1)
     assert len(list(shards(SCAN.discover([str(demo)]).files, size))) > 2
     assert bytes_of(scan(str(demo))) == bytes_of(whole)
 
@@ -192,6 +195,7 @@ def test_labelled_jobs_in_shards(shared: Path, monkeypatch: pytest.MonkeyPatch) 
     folder = str(shared / "cases")
     whole = scan(folder)
     monkeypatch.setattr(SCAN, "SHARD_BYTES", 200_000)
+    monkeypatch.setattr(cluster, "_LEAST_BYTES", 1)
     assert bytes_of(scan(folder)) == bytes_of(whole)
 
 
@@ -283,6 +287,7 @@ def test_all_formats_and_junk_in_one_bucket(
     assert status["junk/README.md"] == "ignored"
 
     monkeypatch.setattr(SCAN, "SHARD_BYTES", 1)
+    monkeypatch.setattr(cluster, "_LEAST_BYTES", 1)
     assert bytes_of(scan(str(tmp_path))) == bytes_of(report)
 
 
@@ -316,6 +321,7 @@ def test_two_files_of_one_rank(tmp_path: Path) -> None:
 
 def test_progress(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SCAN, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(cluster, "_LEAST_BYTES", 1)
     seen: list[Step] = []
     report = scan(str(demo), progress=seen.append)
     assert len(seen) > 3
