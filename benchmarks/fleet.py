@@ -30,7 +30,7 @@ FLEETS: dict[str, dict[str, Any]] = {
     "10m": {"jobs": 1000, "events": 10_000_000},
     "100m": {"jobs": 10_000, "events": 100_000_000},
     "large": {"jobs": 1, "events": 16_384 * 60, "ranks": (16_384, 16_384)},
-    "dumps": {"jobs": 100, "events": 2_000_000, "form": "fr", "ranks": (64, 128)},
+    "dumps": {"jobs": 115, "events": 2_300_000, "form": "fr", "ranks": (64, 128)},
 }
 """Arguments of ``suites.fleet.write``, all with the same seed."""
 SEED = 7

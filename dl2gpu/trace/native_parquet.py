@@ -61,6 +61,8 @@ from dl2gpu.trace.schema import (
 
 __all__ = ["read", "write"]
 
+_FEW: Final = 64
+"""Up to so many distinct texts are each looked for; more are gathered by their hashes."""
 _ENUMS: Final[dict[str, Mapping[str, int]]] = {"mode": MODE, "send_mode": SEND_MODE, "state": STATE}
 _TEXTS: Final = ("op", "stream", "reduce_op", "dtype", *_ENUMS)
 # --------------------------------------------------------------------------------------------------
@@ -282,8 +284,16 @@ def _coded(frame: pl.DataFrame, name: str, strings: StringTable) -> pl.Series:
         raise InputError(
             f"column {name}: expected String, found {frame.schema[name]} ({first_line(e)})"
         ) from e
-    values = texts.unique().drop_nulls()
-    named = pl.DataFrame({"at": values.to_physical(), "text": values.cast(pl.String)}).sort("text")
+    numbers = texts.to_physical()
+    valid = numbers.drop_nulls().to_numpy()
+    at = np.flatnonzero(np.bincount(valid))
+    if len(at) <= _FEW:
+        rows = [int((numbers == k).arg_max() or 0) for k in at.tolist()]
+        named = pl.DataFrame({"at": at, "text": texts.gather(rows).cast(pl.String)}).sort("text")
+    else:
+        values = texts.unique().drop_nulls()
+        named = pl.DataFrame({"at": values.to_physical(), "text": values.cast(pl.String)})
+        named = named.sort("text")
     distinct = named["text"].to_list()
     if name in _ENUMS:
         unknown = sorted(set(distinct) - set(_ENUMS[name]))
@@ -298,7 +308,8 @@ def _coded(frame: pl.DataFrame, name: str, strings: StringTable) -> pl.Series:
         codes = [dtype_code(v, strings) for v in distinct]
     else:
         codes = [strings.code(v) for v in distinct]
-    at = named["at"].to_numpy()
-    table = np.zeros(int(at.max()) + 1, np.int32)
-    table[at] = codes
-    return pl.Series(table).cast(dtype).gather(texts.to_physical()).alias(name)
+    table = np.zeros(int(at[-1]) + 1, np.int32)
+    table[named["at"].to_numpy()] = codes
+    if len(valid) == len(numbers):
+        return pl.Series(name, table[valid]).cast(dtype)
+    return pl.Series(table).cast(dtype).gather(numbers).alias(name)

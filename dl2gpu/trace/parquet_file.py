@@ -184,7 +184,8 @@ def read_table(
             found = found.slice(part.rows[0], part.rows[1] - part.rows[0])
         if jobs is not None:
             found = found.filter(pl.col("job").is_between(jobs[0], jobs[1] - 1))
-        return found.collect()
+        # one piece a column: every look at it as an array would join the pieces anew
+        return found.collect().rechunk()
     except POLARS_ERRORS as e:
         raise InputError(f"{of_file(name)}not readable as Parquet: {first_line(e)}") from e
 

@@ -190,6 +190,18 @@ def test_unknown_dtype_and_op_keep_their_names(tmp_path: Path) -> None:
     same(trace, read_trace(str(tmp_path / "lines")))
 
 
+def test_many_distinct_texts(tmp_path: Path) -> None:
+    strings = StringTable(f"stream {k * 7 % 300}" for k in range(300))
+    event = dict.fromkeys(EVENTS) | {
+        "job": 0, "rank": 0, "lane": 0, "op": OP["barrier"], "blocking": False, "comm": 0,
+        "state": 0, "flags": 0,
+    }  # fmt: skip
+    events = [event | {"seq": k, "stream": k if k % 3 else None} for k in range(300)]
+    trace = validate(one_rank(pl.DataFrame(events, schema=EVENTS), strings))
+    native_parquet.write(trace, tmp_path / "x.parquet")
+    same(trace, read_trace(str(tmp_path / "x.parquet")))
+
+
 def one_rank(events: pl.DataFrame, strings: StringTable | None = None) -> Trace:
     jobs = [(0, "j", "j", 0, 2, "nccl", "native", True, True)]
     return Trace(
