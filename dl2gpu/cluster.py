@@ -343,17 +343,19 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _client(kind: str, workers: int | None) -> Iterator[Any]:
+    import dask
     from distributed import Client
 
     if kind == "local":
         from distributed import LocalCluster
 
         many = workers or cores()
+        environment = _environment(max(1, cores() // many))
         with (
+            dask.config.set({"distributed.nanny.pre-spawn-environ": environment}),
             LocalCluster(
                 n_workers=many, threads_per_worker=1, processes=True,
                 dashboard_address="127.0.0.1:0", silence_logs=logging.CRITICAL + 1,
-                env=_environment(max(1, cores() // many)),
             ) as local,
             Client(local) as client,
         ):  # fmt: skip
@@ -374,8 +376,16 @@ def _client(kind: str, workers: int | None) -> Iterator[Any]:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Of a worker process, which shares the machine with the others."""
-    return {"POLARS_MAX_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}
+    """Of a worker process, which shares the machine with the others.
+
+    In place of Dask's own, which has memory returned at once that the next shard asks for again,
+    page by page.
+    """
+    return {
+        "POLARS_MAX_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": "1",
+        "_RJEM_MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1",
+    }
 
 
 def _cuda_cluster(workers: int | None) -> Any:
