@@ -153,11 +153,10 @@ def test_workers_killed_at_random_moments(
             return
         moments.discard(step.jobs)
         # of a nanny's children one is the worker, the other looks after its semaphores
-        found = [
-            c for nanny in nannies for c in _children(nanny) if "spawn_main" in str(c.cmdline())
-        ]
+        children = [child for nanny in nannies for child in _children(nanny)]
+        found = [child for child in children if "spawn_main" in _command(child)]
         if found:
-            rng.choice(found).kill()
+            _kill(rng.choice(found).pid)
             killed += 1
 
     there = scan(str(demo), cluster=address, progress=kill)

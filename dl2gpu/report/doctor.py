@@ -130,10 +130,14 @@ def _module_version(module: str) -> str | None:
 
 def _gpus() -> str:
     """How many there are, and of each its name, memory and compute capability."""
-    many = choose.devices()
-    if not many:
-        return "0"
-    cuda = ctypes.CDLL("libcuda.so.1")
+    many, first = choose.devices(), choose.properties()
+    if not many or first is None:
+        return str(many)
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        (high, low), size = first
+        return f"{many}, the first of compute capability {high}.{low} with {size / 1e9:.1f} GB"
     found = []
     for number in range(many):
         device, name, memory = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
