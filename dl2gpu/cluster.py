@@ -244,9 +244,9 @@ class DaskCluster(Cluster):
                 number, task = flying.pop(future)
                 result = self._result(future, finished)
                 if result is None:
-                    parts = shard.halves(task)
-                    if parts is not None:
-                        again += [((*number, k), part) for k, part in enumerate(parts)]
+                    pair = shard.halves(task)
+                    if pair is not None:
+                        again += [((*number, k), half) for k, half in enumerate(pair)]
                         continue
                     result = shard.lost(
                         task,

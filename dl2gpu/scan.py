@@ -88,7 +88,7 @@ def scan(
         used = where.engine(engine)
         kept = None if journal is None else Journal(journal)
         results = _results(files, used, where, kept, progress or _silent)
-    result = joined([results[number] for number in sorted(results)])
+    result = joined([Result.decode(results[number]) for number in sorted(results)])
     inputs = inputs_of_files([*found.inputs, *result.inputs])
     return _report(
         result, inputs, select,
@@ -102,15 +102,18 @@ def scan(
 
 def _results(
     files: Sequence[TraceFile], engine: str, where: Cluster, kept: Journal | None, tell: Progress
-) -> dict[Number, Result]:
-    """The results of all shards, those of an earlier scan that was killed among them."""
-    results: dict[Number, Result] = {}
+) -> dict[Number, bytes]:
+    """The results of all shards, those of an earlier scan that was killed among them.
+
+    As bytes, which take a fraction of the memory: they wait while other shards need it.
+    """
+    results: dict[Number, bytes] = {}
     step = Step(0, sum(f.size for f in files), 0, len(files))
     paths: set[str] = set()  # of a file that holds many jobs, parts are read one by one
 
     def note(number: Number, task: Task, result: Result) -> None:
         nonlocal step
-        results[number] = result
+        results[number] = result.encode()
         paths.update(f.path for f in task.files)
         step = replace(
             step, done=step.done + task.size, files=len(paths),

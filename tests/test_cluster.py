@@ -388,13 +388,6 @@ def test_no_gpu_for_a_cuda_cluster(corpus: Path, monkeypatch: pytest.MonkeyPatch
         scan(str(corpus), cluster="cuda")
 
 
-def test_options_of_the_cuda_cluster() -> None:
-    import inspect
-
-    dask_cuda = pytest.importorskip("dask_cuda", reason="needs one of the gpu extras")
-    inspect.signature(dask_cuda.LocalCUDACluster).bind(**cluster.cuda_options(2))
-
-
 # --------------------------------------------------------------------------------------------------
 # Cutting
 
