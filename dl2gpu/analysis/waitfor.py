@@ -132,12 +132,13 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
     edges.append((owner[on_queue], queue0 + lay.queue_of[event[on_queue]]))
     owner, event = owner[~on_queue], event[~on_queue]
     # a batch is waited for as a whole: all its members' nodes
-    owner, event = _with_batch(fix, owner, event)
+    owner, event, same = _with_batch(fix, owner, event)
+    edges.append(same)
     open_event = ~fix.completed[event]
     owner, event = owner[open_event], event[open_event]
     not_started = ~fix.started[event]
     # a member that is not at the head of its queue keeps the batch from starting
-    held = not_started & (lay.queue_of[event] >= 0)
+    held = not_started & (lay.queue_of[event] >= 0) & ~_at_head(fix, event)
     queue = lay.queue_of[event[held]] + queue0
     away = queue != owner[held]
     edges.append((owner[held][away], queue[away]))
@@ -160,9 +161,10 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
         # a node whose parts have all come is held back by what is not there for their batches
         there = fix.started[x] & ~fix.completed[x] & (lay.unit_of[x] >= 0)
         lacking = _lacking(p, fix)
-        v_in, other = _with_batch(
+        v_in, other, same = _with_batch(
             fix, v[there], x[there], lacking[k["node1"]] | lacking[k["node2"]]
         )
+        edges.append((node0 + same[0], node0 + same[1]))
         for name in ("node1", "node2"):
             node = k[name][other]
             has = lacking[node] & ~fix.completed[other] & (node != v_in)
@@ -272,24 +274,50 @@ def _lacking(p: Program, fix: Fixpoint) -> Array:
     return np.append(lacking, False)
 
 
+_PAIRS: Final = 1 << 18
+"""Pairs of what waits for a batch and its members that are written out one by one."""
+
+
 def _with_batch(
     fix: Fixpoint, owner: Array, event: Array, only: Array | None = None
-) -> tuple[Array, Array]:
-    """Each event with all members of its batch, or with those of ``only`` bool[n]."""
+) -> tuple[Array, Array, tuple[Array, Array]]:
+    """Each event with all members of its batch, or with those of ``only`` bool[n].
+
+    Also (owner, owner): of thousands that wait for one batch of thousands, each but the first needs
+    what the first needs, and only that one is listed with the members.
+    """
     unit = fix.layout.unit_of[event]
     in_unit = unit >= 0
+    none = (np.zeros(0, np.int64), np.zeros(0, np.int64))
     if not in_unit.any():
-        return owner, event
+        return owner, event, none
     unit_of = fix.layout.unit_of.astype(np.int64)
     if only is not None:
         unit_of[~only] = -1
     start, item = replay_kernel.bucket(unit_of, len(fix.layout.unit_first))
-    pairs = np.unique(np.stack([owner[in_unit], unit[in_unit]]), axis=1)
-    owners, members = _expand(start, item, pairs[1], pairs[0])
+    units, who = np.unique(np.stack([unit[in_unit], owner[in_unit]]), axis=1)
+    same = none
+    if (start[units + 1] - start[units]).sum() > _PAIRS:
+        first = np.concatenate([[True], units[1:] != units[:-1]])
+        same = (who[~first], who[first][np.cumsum(first) - 1][~first])
+        units, who = units[first], who[first]
+    owners, members = _expand(start, item, units, who)
     return (
         np.concatenate([owner[~in_unit], owners]),
         np.concatenate([event[~in_unit], members.astype(np.int64)]),
+        same,
     )
+
+
+def _at_head(fix: Fixpoint, event: Array) -> Array:
+    """bool: does the queue of the event stand at the event's own batch (or at the event)?"""
+    lay = fix.layout
+    queue = np.maximum(lay.queue_of[event], 0)
+    at = fix.queue_at[queue] if len(fix.queue_at) else np.full(len(event), -1)
+    own = lay.unit_of[event]
+    head = np.where(at >= 0, lay.unit_of[np.maximum(at, 0)], -1)
+    out: Array = (at == event) | ((own >= 0) & (own == head))
+    return out
 
 
 _MEMBERS: Final = 1 << 20

@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import pytest
 from analysis.handmade import made, op, recv, send, wait
+from programs import from_seed, trace_of
 
+from dl2gpu.analysis import analyse, waitfor
 from dl2gpu.analysis.matching import match
 from dl2gpu.analysis.replay import Scenario, build, run
 from dl2gpu.analysis.tables import KIND
@@ -333,3 +336,37 @@ def test_knot_of_wildcards() -> None:
     assert circles(graph(made(*ring, [], backend="mpi", exits={3: "alive"}))) == []
     # one that has ended will not
     assert len(circles(graph(made(*ring, [], backend="mpi")))) == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Batches over several streams
+
+
+def test_streams_of_one_batch_do_not_wait_for_each_other() -> None:
+    """What holds it back is the stream that is not at it yet, and what stands there."""
+    streams = ("s1", "s3", "s2")
+    batch = [send(1, stream=s, group=1, blocking=False) for s in streams]
+    other = [recv(0, stream=s, group=1, blocking=False) for s in streams]
+    trace = made(
+        [recv(1, stream="s2", blocking=False), *batch, wait()],
+        [*other, wait()],
+        comms={"w": [0, 1]},
+    )
+    (finding,) = analyse(trace).findings
+    assert (finding["kind"], finding["culprits"]) == ("unmatched_p2p", (0,))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_waits_for_a_batch_together_stands_for_each_other(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for batches of thousands: the same verdicts as when every pair is an edge."""
+    trace = trace_of(*from_seed(seed, 100))
+    assert (trace.events["group"].is_not_null()).any()
+    whole = analyse(trace)
+    monkeypatch.setattr(waitfor, "_PAIRS", 0)
+    short = analyse(trace)
+    assert short.jobs.equals(whole.jobs)
+    assert [(f["job"], f["kind"]) for f in short.findings] == [
+        (f["job"], f["kind"]) for f in whole.findings
+    ]
