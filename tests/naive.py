@@ -387,7 +387,9 @@ class _Program:
         return self._collective_satisfied(key, event, ready)
 
     def _wait_satisfied(self, key: Key, event: Event) -> bool:
-        """Rule 6."""
+        """Rule 6. A host that goes on behind its wait (it only asks) waits for nothing."""
+        if event["stream"] is None and not event["blocking"]:
+            return True
         done = [self.facts[target].completed for target in self._waits_for(key, event)]
         if event["requests"] and event["mode"] in (MODE["any"], MODE["some"]):
             # Requests that nobody has are left out; with none left there is nothing to wait for.

@@ -161,6 +161,28 @@ def test_progress_grows_with_generosity(example: int) -> None:
         before = done
 
 
+@pytest.mark.parametrize("reading", READINGS.values(), ids=READINGS)
+@pytest.mark.parametrize("requests", [[1], "all"])
+@pytest.mark.parametrize("state", ["completed", "unknown"])
+def test_a_wait_that_does_not_block(reading: Reading, requests: object, state: str) -> None:
+    """Its host goes on, and what waits for everything behind it does not miss it."""
+    ours: list[dict[str, Any]] = [
+        {"op": "all_reduce", "comm": "w", "count": 4, "stream": "s", "request": 1},
+        {"op": "wait", "requests": requests, "blocking": False},
+        {"op": "wait", "requests": "all", "stream": "t"},
+        {"op": "all_reduce", "comm": "v", "count": 4, "stream": "u", "state": state},
+    ]
+    theirs = [{"op": "all_reduce", "comm": "v", "count": 4, "stream": "u", "state": state}]
+    numbered = {r: [op | {"lane": 0, "seq": k} for k, op in enumerate(ops)]
+                for r, ops in enumerate((ours, theirs))}  # fmt: skip
+    program = Program(numbered, {"w": [0, 1], "v": [0, 1]}, world_size=2)
+    got = by_engine(trace_of(program), reading.scenario)
+    assert got == by_naive(program, reading.choices)
+    behind = state == "unknown" and "one_stream" in reading.scenario  # on the one queue
+    assert got[0, 0, 0, 3][2] == got[0, 1, 0, 0][2] == (not behind)
+    assert not got[0, 0, 0, 2][2]
+
+
 def test_no_events() -> None:
     nothing = Program({0: [], 1: []}, {"w": [0, 1]}, world_size=2)
     assert by_engine(trace_of(nothing), {}) == {}

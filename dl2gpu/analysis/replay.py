@@ -134,7 +134,10 @@ def build(m: Matching) -> Program:
     if len(rows):
         # the length of a null list is null, which is "all" for a wait
         everything = (e["requests"].gather(rows).list.len().fill_null(0) == 0).to_numpy()
-        waits = wait_pairs(m, rows, everything, stream)
+        blocking = flags(e["blocking"].gather(rows))
+        # a host that goes on behind its wait waits for nothing
+        idle = (stream[rows] < 0) & ~blocking
+        waits = wait_pairs(m, rows, everything | idle, stream)
         target, wait = waits["target"].to_numpy(), waits["wait"].to_numpy().astype(np.int32)
         dep_start, dep_item = replay_kernel.bucket(target.astype(np.int64), n)
         dep_wait = wait[dep_item]
@@ -142,8 +145,6 @@ def build(m: Matching) -> Program:
         any_mode = rows[codes(e["mode"].gather(rows), null=0) != MODE["all"]]
         wait_left[any_mode] = np.minimum(wait_left[any_mode], 1)
         wait_kind[rows] = 1
-        # an empty list on a host wait that does not block waits for nothing
-        blocking = flags(e["blocking"].gather(rows))
         wait_kind[rows[(stream[rows] < 0) & everything & blocking]] = 2
     else:
         waits = no_pairs()
