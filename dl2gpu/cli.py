@@ -155,8 +155,6 @@ def scan(
             from dl2gpu.engine.choose import missing
 
             _complain(f"engine auto: {'; '.join(missing()) or 'there is a usable GPU'}")
-        gc.freeze()
-        gc.enable()
         with progress(quiet=quiet) as callback:
             report = run(
                 paths,
@@ -324,7 +322,7 @@ def main() -> NoReturn:
     # NumPy's linear algebra starts threads that wait busily, on cores that the scan can use
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # importing makes objects by the hundred thousand, and no garbage to look for
-    gc.disable()
+    gc.set_threshold(200_000, 20, 20)
     status: object = 0
     try:
         app()

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dl2gpu.engine.arrays import Array, plain
+from dl2gpu.engine.arrays import Array
 from dl2gpu.engine.native import (
     BoolRows,
     Bools,
@@ -186,56 +186,6 @@ def _passed_by_host(
                     if everything[x] and not last:
                         behind = True
         hi = lo
-
-
-def count_along(r: Array, comm: Array, counts: Array, n_comms: int) -> Array:
-    """int64[n]: how many counted events of the same rank and communicator lie up to here, from 1.
-
-    Rows are in program order, ranks together. 0 where an event is not counted.
-    """
-    out = np.zeros(len(r), np.int64)
-    owner, seen = np.full(n_comms, -1, np.int64), np.zeros(n_comms, np.int64)
-    _count_along(plain(r), plain(comm), plain(counts), owner, seen, out)
-    return out
-
-
-@kernel
-def _count_along(
-    r: UInt32s, comm: Int32s, counts: Bools, owner: Int64s, seen: Int64s, out: Int64s
-) -> None:
-    for x in range(len(r)):
-        if not counts[x]:
-            continue
-        c = comm[x]
-        if owner[c] != r[x]:
-            owner[c] = r[x]
-            seen[c] = 0
-        seen[c] += 1
-        out[x] = seen[c]
-
-
-def repeats_along(r: Array, comm: Array, k: Array, n_comms: int) -> Array:
-    """int64[n]: how often the rank has just used the same number on the communicator before."""
-    out = np.zeros(len(r), np.int64)
-    owner = np.full(n_comms, -1, np.int64)
-    last, times = np.zeros(n_comms, np.int64), np.zeros(n_comms, np.int64)
-    _repeats_along(plain(r), plain(comm), plain(k), owner, last, times, out)
-    return out
-
-
-@kernel
-def _repeats_along(
-    r: UInt32s, comm: Int32s, k: Int64s, owner: Int64s, last: Int64s, times: Int64s, out: Int64s
-) -> None:
-    for x in range(len(r)):
-        c = comm[x]
-        if k[x] >= 0 and owner[c] == r[x] and last[c] == k[x]:
-            times[c] += 1
-        else:
-            owner[c] = r[x]
-            last[c] = k[x]
-            times[c] = 0
-        out[x] = times[c]
 
 
 def bucket(key: Array, n_keys: int) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ from dl2gpu.analysis.tables import NCCL_LIKE, ROLE
 from dl2gpu.engine.base import Engine
 from dl2gpu.trace.schema import FLAG, OP
 
-__all__ = ["BLOCKING", "compare_collectives", "compare_messages"]
+__all__ = ["compare_collectives", "compare_messages"]
 
 SIZED: Final = [
     OP[name]
@@ -25,9 +25,6 @@ SIZED: Final = [
     )
 ]  # fmt: skip
 """Operations in which every member passes in the same number of elements."""
-
-BLOCKING: Final = ("op", "root", "bytes", "count", "new_comm")
-"""Aspects whose difference keeps the operation from completing."""
 
 
 def sized(op: pl.Expr) -> pl.Expr:

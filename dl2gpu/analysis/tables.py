@@ -18,7 +18,7 @@ from dl2gpu.engine.arrays import Array, plain
 from dl2gpu.engine.base import Engine
 from dl2gpu.engine.cpu import CPU
 from dl2gpu.trace.order_kernel import in_order
-from dl2gpu.trace.schema import DTYPE_BYTES, EXIT, OP, OP_OTHER, RANKS, STATE, Trace, conform
+from dl2gpu.trace.schema import DTYPE_BYTES, EXIT, OP, RANKS, STATE, Trace, conform
 
 __all__ = ["BACKEND_CLASS", "Prepared", "backend_class", "most_ranks", "prepare"]
 
@@ -345,8 +345,3 @@ def lost_start() -> pl.Expr:
 def is_lossy() -> pl.Expr:
     """Rows of ranks that lost their start, or list active operations only."""
     return lost_start() | pl.col("only_active").fill_null(False)
-
-
-def is_unknown(op: pl.Expr) -> pl.Expr:
-    """Operations outside the catalogue, kept by name and treated as synchronising."""
-    return op >= OP_OTHER
