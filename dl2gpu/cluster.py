@@ -213,6 +213,9 @@ class DaskCluster(Cluster):
 
         todo = iter(tasks)
         again: deque[tuple[Number, Task]] = deque()
+        # Dask blames all that a worker had when it died: a single job is tried once more by itself
+        suspects: deque[tuple[Number, Task]] = deque()
+        alone: Number | None = None
         flying: dict[Any, tuple[Number, Task]] = {}
         finished = 0
         while True:
@@ -226,7 +229,11 @@ class DaskCluster(Cluster):
                 future = self._client.submit(work, own, self._roots, __version__, pure=False)
                 flying[future] = number, task
             if not flying:
-                return
+                if not suspects:
+                    return
+                again.append(suspects.popleft())
+                alone = again[0][0]
+                continue
             try:
                 with self._client.as_current():
                     done = wait_for(
@@ -247,6 +254,9 @@ class DaskCluster(Cluster):
                     pair = shard.halves(task)
                     if pair is not None:
                         again += [((*number, k), half) for k, half in enumerate(pair)]
+                        continue
+                    if number != alone:
+                        suspects.append((number, task))
                         continue
                     result = shard.lost(
                         task,
