@@ -290,6 +290,8 @@ class DaskCluster(Cluster):
             if future.status == "finished":
                 return Result.decode(future.result())
             error = future.exception()
+        except KilledWorker:  # the result went with its worker, and so did who made it again
+            return None
         except (CancelledError, OSError) as gone:
             raise self._gone(finished) from gone
         if isinstance(error, KilledWorker):
