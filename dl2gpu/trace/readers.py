@@ -8,6 +8,7 @@ from typing import Final
 
 from dl2gpu.trace.discover import discover
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
+from dl2gpu.trace.merge import merge
 from dl2gpu.trace.schema import SchemaError, Trace, concat, validate
 
 __all__ = ["READERS", "read_files", "read_trace"]
@@ -28,6 +29,8 @@ Read = Callable[[Sequence[TraceFile]], tuple[Trace, list[Input]]]
 def read_files(files: Sequence[TraceFile]) -> tuple[Trace, list[Input]]:
     """One trace of files of any format, and what became of each file.
 
+    Records that files of several formats hold of one job are put together (:mod:`merge`).
+
     A file that cannot be read does not raise: it comes back as a quarantined Input.
     """
     by_format: dict[str, list[TraceFile]] = {}
@@ -39,7 +42,8 @@ def read_files(files: Sequence[TraceFile]) -> tuple[Trace, list[Input]]:
         trace, read = _read(format_, by_format[format_])
         traces.append(trace)
         inputs += read
-    return concat(traces), sorted(inputs, key=lambda i: i.path)
+    trace, inputs = merge(concat(traces), inputs)
+    return trace, sorted(inputs, key=lambda i: i.path)
 
 
 def read_trace(path: str) -> Trace:
