@@ -186,8 +186,7 @@ def find_departure(
         .select("i", "rank", "op", "comm", "stack", "count")
         .collect()
     )
-    kinds = {k: x for x, k in enumerate(dict.fromkeys(names.comm_kinds))}
-    of_comm = np.array([kinds[k] for k in names.comm_kinds], dtype=np.int64)
+    of_comm = names.comm_kinds
     comm = rows["comm"].fill_null(-1).to_numpy()
     stack = rows["stack"].fill_null(-1).to_numpy()
     site = np.where(stack >= 0, names.sites[np.maximum(stack, 0)] if len(names.sites) else -1, -1)

@@ -6,11 +6,11 @@ few events that a finding names are looked up.
 
 from __future__ import annotations
 
-import re
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from dl2gpu.analysis.matching import Matching
 from dl2gpu.text import user_frame
@@ -45,18 +45,14 @@ class Names:
         return self._m.prepared.comms.sort("comm")["id"].to_list()
 
     @cached_property
-    def comm_kinds(self) -> list[str]:
-        """What a communicator is for, without what tells it from its siblings."""
+    def comm_kinds(self) -> Any:
+        """int64[comms]: number of what a communicator is for, the same for all of its siblings."""
+        said = (pl.col(c).replace(["", "undefined"], None) for c in ("desc", "name", "id"))
+        text = pl.coalesce(said).fill_null("")
+        nameless = text.str.contains(r"^(?:[0-9a-f]{8,}|\d+)$")
+        kind = pl.when(nameless).then(pl.lit("")).otherwise(text.str.replace_all(r"\d+", ""))
         comms = self._m.prepared.comms.sort("comm")
-        out = []
-        for (ident, name), desc in zip(
-            comms.select("id", "name").iter_rows(), self._descriptions, strict=True
-        ):
-            text = desc or name or ident or ""
-            out.append(
-                re.sub(r"\d+", "", text) if not re.fullmatch(r"[0-9a-f]{8,}|\d+", text) else ""
-            )
-        return out
+        return comms.select(kind.rank("dense").cast(pl.Int64)).to_series().to_numpy()
 
     @cached_property
     def sites(self) -> Any:
