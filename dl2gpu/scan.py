@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import msgspec
-import polars as pl
 
 from dl2gpu.cluster import Cluster, Number, check, opened
 from dl2gpu.journal import Journal
-from dl2gpu.report.model import FINDINGS, JOBS, KINDS, Report
-from dl2gpu.shard import JOB_ROW, SHARD_BYTES, Result, Task, joined
+from dl2gpu.report.build import build
+from dl2gpu.report.model import Report
+from dl2gpu.shard import SHARD_BYTES, Result, Task
 from dl2gpu.trace.discover import discover
 from dl2gpu.trace.files import local_path
-from dl2gpu.trace.inputs import INPUTS, Input, TraceFile
-from dl2gpu.trace.inputs import joined as inputs_of_files
+from dl2gpu.trace.inputs import TraceFile
 
 __all__ = ["Progress", "Step", "scan"]
 
@@ -88,16 +83,12 @@ def scan(
         used = where.engine(engine)
         kept = None if journal is None else Journal(journal)
         results = _results(files, used, where, kept, progress or _silent)
-    result = joined([Result.decode(results[number]) for number in sorted(results)])
-    inputs = inputs_of_files([*found.inputs, *result.inputs])
-    return _report(
-        result, inputs, select,
-        summary={
-            "files": len(inputs), "bytes_read": sum(f.size for f in files), "engine": used,
-            "cluster": cluster,
-        } | ({"notes": result.notes} if result.notes else {}),
-        began=began,
+    report = build(
+        (results[number] for number in sorted(results)), found.inputs, select,
+        {"bytes_read": sum(f.size for f in files), "engine": used, "cluster": cluster},
     )  # fmt: skip
+    report.summary["elapsed_s"] = round(time.perf_counter() - began, 3)
+    return report
 
 
 def _results(
@@ -146,78 +137,3 @@ def _absolute(file: TraceFile) -> TraceFile:
 
 def _silent(step: Step) -> None:
     """Progress that nobody asked for."""
-
-
-def _report(
-    result: Result, inputs: list[Input], select: str | None, *, summary: dict[str, Any],
-    began: float,
-) -> Report:  # fmt: skip
-    """The report's tables, sorted, with names and ids in place of numbers."""
-    jobs = pl.DataFrame(result.jobs, schema=JOB_ROW)
-    findings = result.findings
-    if select is not None:
-        jobs = jobs.filter((pl.col("name") == select) | (pl.col("folder") == select))
-        kept = set(jobs["number"].to_list())
-        findings = [f for f in findings if f["job"] in kept]
-    # jobs of one name in different folders stay apart
-    twice = jobs.group_by("name").agg(n=pl.col("folder").n_unique()).filter(pl.col("n") > 1)["name"]
-    jobs = jobs.with_columns(
-        job=pl.when(pl.col("name").is_in(twice.to_list()))
-        .then(pl.format("{} ({})", "name", "folder"))
-        .otherwise("name")
-    ).sort("job", "attempt", "folder", "source_format", "events", "number")
-    # ... and so do those that a table brings along from a folder that is scanned as well
-    same = ["job", "attempt"]
-    jobs = jobs.with_columns(
-        job=pl.when(pl.len().over(same) > 1)
-        .then(pl.format("{} #{}", "job", pl.int_range(1, pl.len() + 1).over(same)))
-        .otherwise("job")
-    )
-    label = dict(zip(jobs["number"], jobs["job"], strict=True))
-    attempt = dict(zip(jobs["number"], jobs["attempt"], strict=True))
-    ordered = sorted(
-        findings,
-        key=lambda f: (
-            label[f["job"]],
-            attempt[f["job"]],
-            KINDS.index(f["kind"]),
-            f["culprits"],
-            f["fingerprint"],
-        ),
-    )
-    rows = []
-    of_job: dict[int, list[str]] = {}
-    for number, f in enumerate(ordered, 1):
-        ident = f"f{number}"
-        of_job.setdefault(f["job"], []).append(ident)
-        rows.append(
-            {k: f.get(k) for k in FINDINGS}
-            | {
-                "id": ident,
-                "job": label[f["job"]],
-                "attempt": attempt[f["job"]],
-                "culprits": list(f["culprits"]),
-                "victims": list(f["victims"]),
-                "cycle": list(f["cycle"]),
-                "hangs_at": list(f["hangs_at"]),
-                "details": msgspec.json.encode(f["details"], order="sorted").decode(),
-            }
-        )
-    jobs = jobs.with_columns(
-        findings=pl.Series([of_job.get(n, []) for n in jobs["number"]], dtype=pl.List(pl.String))
-    )
-    by_kind = Counter(jobs["verdict"].to_list())
-    table = pl.DataFrame([asdict(i) for i in inputs], schema=INPUTS).sort("path")
-    return Report(
-        findings=pl.DataFrame(rows, schema=FINDINGS),
-        jobs=jobs.select([pl.col(c).cast(t) for c, t in JOBS.items()]),
-        inputs=table,
-        summary={
-            "jobs": jobs.height,
-            "ranks": int(jobs["ranks_present"].list.len().sum()),
-            "events": int(jobs["events"].sum()),
-            **summary,
-            "by_kind": dict(sorted(by_kind.items())),
-            "elapsed_s": round(time.perf_counter() - began, 3),
-        },
-    )
