@@ -43,9 +43,8 @@ def build(
     if select is not None:
         jobs = jobs.filter((pl.col("name") == select) | (pl.col("folder") == select))
     jobs = _named(jobs)
-    findings = _ordered(
-        findings.join(jobs.select("number", label="job", at="attempt"), on="number")
-    )
+    labels = jobs.select("number", label="job", at="attempt")
+    findings = _ordered(findings.join(labels, on="number", maintain_order="left"))
     of_job = findings.group_by("number").agg(findings=pl.col("id"))
     jobs = jobs.join(of_job, on="number", how="left", maintain_order="left").with_columns(
         pl.col("findings").fill_null([])
