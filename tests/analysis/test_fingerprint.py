@@ -10,6 +10,8 @@ import pytest
 from analysis.handmade import findings, made, op, recorded, recv, send
 from corpus import Labelled, found, labelled, scanned
 
+from dl2gpu.analysis.fingerprint import alike
+
 FAMILIES = {
     # family: kinds of its findings (program order and post mortem may see different ones)
     "C01": {"order_inversion", "potential"},
@@ -62,6 +64,53 @@ def test_different_bugs_differ() -> None:
     if not names:
         pytest.skip("no labelled data (set DL2GPU_SHARED)")
     assert {len(families) for families in names.values()} == {1}
+
+
+def test_one_bug_in_all_forms_of_its_record() -> None:
+    """Native, dumps with and without stacks, profiles: alike where they allow the same verdict."""
+    cases = {job.expect["id"]: job for job in labelled("cases")}
+    forms = [job for job in labelled("rendered") if job.expect["source_case"] in cases]
+    if not forms:
+        pytest.skip("no labelled data (set DL2GPU_SHARED)")
+    compared = 0
+    for form in forms:
+        case = cases[form.expect["source_case"]]
+        here, there = (
+            {f["kind"]: f["fingerprint"] for f in found(scanned(job.scanned), job.name).findings}
+            for job in (case, form)
+        )
+        for kind in here.keys() & there.keys():
+            compared += 1
+            assert alike(here[kind], there[kind]), f"{form.name}: {kind}"
+        if len(here) == len(there) == 1 and {*here, *there} <= ABSENT:
+            assert next(iter(here.values()))[:8] == next(iter(there.values()))[:8], form.name
+    assert compared > 40
+
+
+ABSENT = {"missing_participant", "crashed_rank", "stalled_rank", "insufficient_evidence"}
+"""Kinds of which some records can only tell that somebody is absent."""
+
+
+def test_without_call_sites_the_sort_decides() -> None:
+    comms = {"g": [0, 1, 2]}
+    bare = [[{k: v for k, v in o.items() if k != "site"} for o in ops] for ops in stuck(3)]
+    (plain,), (known,) = marks(*bare, comms=comms), marks(*stuck(3), comms=comms)
+    (other,) = marks(*stuck(3, line=2), comms=comms)
+    (barrier,) = marks(*stuck(3, name="barrier"), comms=comms)
+    assert plain.endswith("00000000")
+    assert alike(plain, known)
+    assert alike(plain, other)
+    assert not alike(known, other)
+    assert not alike(plain, barrier)
+
+
+def test_where_the_code_is_mounted_does_not_count() -> None:
+    def at(site: str) -> set[str]:
+        return marks([op("all_reduce", "g", site=site)], [], comms={"g": [0, 1]})
+
+    assert at("step src/train.py:7") == at("step /workspace/src/train.py:7")
+    assert at("step src/train.py:7").isdisjoint(at("step src/train.py:8"))
+    assert at("step src/train.py:7").isdisjoint(at("step src/eval.py:7"))
 
 
 # --------------------------------------------------------------------------------------------------
