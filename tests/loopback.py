@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Self
 from urllib.parse import quote, unquote, urlsplit
 
 SECRET = "never-to-be-printed-0123456789"
@@ -92,7 +93,7 @@ ERROR = (
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: FaultyProxy  # type: ignore[assignment]
+    server: FaultyProxy
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Nothing."""
@@ -122,7 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
             upstream.request(self.command, self.path, headers=headers)
             answer = upstream.getresponse()
             body = answer.read()
-            length = int(answer.headers.get("Content-Length") or len(body))
+            headers = dict(answer.headers.items())
+            length = int(headers.get("Content-Length") or len(body))
         finally:
             upstream.close()
         half = len(body) // 2
@@ -131,21 +133,19 @@ class _Handler(BaseHTTPRequestHandler):
             if fault == "short":  # nothing but its length tells
                 body, length = body[:half], half
             if fault in {"cut", "reset"}:
-                self._answer(answer.status, answer.headers, body[:half], length)
+                self._answer(answer.status, headers, body[:half], length)
                 if fault == "reset":
                     self._reset()
                 self.close_connection = True
                 return
             if fault == "slow":
-                self._answer(answer.status, answer.headers, body[:half], length)
+                self._answer(answer.status, headers, body[:half], length)
                 time.sleep(proxy.slow_s)
                 self.wfile.write(body[half:])
                 return
-        self._answer(answer.status, answer.headers, body, length)
+        self._answer(answer.status, headers, body, length)
 
-    def _answer(
-        self, status: int, headers: Mapping[str, str], body: bytes, length: int
-    ) -> None:
+    def _answer(self, status: int, headers: Mapping[str, str], body: bytes, length: int) -> None:
         self.send_response(status)
         for key, value in headers.items():
             if key.lower() not in {
@@ -203,7 +203,7 @@ class FaultyProxy(ThreadingHTTPServer):
         return int(self.server_address[1])
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[FaultyProxy]:
+    def running(self) -> Iterator[Self]:
         thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
@@ -220,7 +220,7 @@ class FaultyProxy(ThreadingHTTPServer):
 
 class _Files(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: FileServer  # type: ignore[assignment]
+    server: FileServer
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Nothing."""
@@ -253,7 +253,7 @@ class _Files(BaseHTTPRequestHandler):
             self._send(412, b"", {})
             return
         range_ = self.headers.get("Range", "")
-        if self.server.ranges and range_.startswith("bytes="):
+        if self.server.knows_ranges and range_.startswith("bytes="):
             first, _, last = range_[6:].partition("-")
             begin = int(first) if first else max(0, len(data) - int(last))
             end = min(len(data), int(last) + 1) if first and last else len(data)
@@ -287,7 +287,7 @@ class FileServer(FaultyProxy):
         self.root = root
         self.index = index
         self.etags = etags
-        self.ranges = ranges
+        self.knows_ranges = ranges
         self.authorization = authorization
         self.more = ""
 

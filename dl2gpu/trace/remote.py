@@ -180,7 +180,8 @@ def patient(fs: Any, call: Callable[..., T], *args: Any) -> T:
     async def one() -> T:
         return await asyncio.get_running_loop().run_in_executor(None, call, *args)
 
-    return run(fs, persistent, one)
+    result: T = run(fs, persistent, one)
+    return result
 
 
 # --------------------------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ def download(
     url: str, stamp: Stamp | None, sink: Callable[[bytes], object],
     check: Callable[[int], None] = _unlimited,
 ) -> Stamp:  # fmt: skip
-    """Gives the content to ``sink`` piece by piece; returns what it was. Raises as :func:`fetch`."""
+    """Gives the content to ``sink``, piece by piece, and what it was; raises as :func:`fetch`."""
     fs, name = filesystem(url)
     if stamp is not None and stamp.size is not None:
         check(stamp.size)

@@ -87,14 +87,14 @@ def stamp_of(info: Mapping[str, Any]) -> Stamp:
 
 def differs(listed: Stamp, found: Stamp) -> str | None:
     """What tells that an object is another one, as "size: 3, listed 2"; None where nothing does."""
+    name, _, tag = (listed.tag or "").partition("=")
+    found_name, _, found_tag = (found.tag or "").partition("=")
+    if name and name == found_name:
+        # of the same content, a length that is too small is that of a body that was cut
+        return None if tag == found_tag else f"another {name} than when it was listed"
     if listed.size is not None and found.size is not None and listed.size != found.size:
         return f"{found.size} bytes, {listed.size} when it was listed"
-    if listed.tag is None or found.tag is None or listed.tag == found.tag:
-        return None
-    name = listed.tag.partition("=")[0]
-    if name != found.tag.partition("=")[0]:
-        return None
-    return f"another {name} than when it was listed"
+    return None
 
 
 def changed(how: str) -> ChangedError:
@@ -173,7 +173,7 @@ async def _http(
     options = {k: v for k, v in fs.kwargs.items() if k != "headers"}
     headers |= fs.kwargs.get("headers", {})
     async with session.get(fs.encode_url(name), headers=headers, **options) as answer:
-        if answer.status == 404 or answer.status == 410:
+        if answer.status in {404, 410}:
             raise FileNotFoundError(name)
         if answer.status == 412:
             raise changed("another etag than when it was listed")

@@ -46,7 +46,8 @@ def resolve(url: str) -> tuple[str, str | None]:
     with remote_errors(url, tries()):
         try:
             if kind_of(fs) == "http":
-                return run(fs, persistent, lambda: _http_root(fs, url))
+                root: tuple[str, str | None] = run(fs, persistent, lambda: _http_root(fs, url))
+                return root
             found = patient(fs, fs.info, name)
         except FileNotFoundError:
             raise InputError(
@@ -216,9 +217,7 @@ async def _s3_range(
     more: dict[str, str] = {"StartAfter": after}
     while True:
         page = await _s3_page(fs, Bucket=bucket, Prefix=prefix, **more)
-        found += [
-            one for one in page.get("Contents", []) if end is None or one["Key"] <= end
-        ]
+        found += [one for one in page.get("Contents", []) if end is None or one["Key"] <= end]
         done = not page.get("IsTruncated")
         if done or (end is not None and page["Contents"][-1]["Key"] > end):
             return found
@@ -228,7 +227,9 @@ async def _s3_range(
 # --------------------------------------------------------------------------------------------------
 # HTTP
 
-_LINK: Final = re.compile(r"""<a\s[^>]{0,1000}?href\s*=\s*["']([^"'>]{1,4000})["']""", re.I)
+_LINK: Final = re.compile(
+    r"""<a\s[^<>]{0,1000}?href\s*=\s*["']([^"'<>]{1,4000})["']""", re.IGNORECASE
+)
 _MOST_INDEX: Final = 64 << 20
 _DEEPEST: Final = 64
 
@@ -274,9 +275,7 @@ def _http_listed(fs: Any, url: str, below: str) -> Listed:
                 if answer.status in {405, 501} and method is not session.get:
                     continue
                 answer.raise_for_status()
-                known = {
-                    k: answer.headers.get(k) for k in ("ETag", "Last-Modified", "Content-MD5")
-                }
+                known = {k: answer.headers.get(k) for k in ("ETag", "Last-Modified", "Content-MD5")}
                 length = answer.headers.get("Content-Length", "")
                 packed = answer.headers.get("Content-Encoding", "identity") != "identity"
                 if length.isdecimal() and not packed:
@@ -298,7 +297,9 @@ async def _http_links(fs: Any, url: str) -> list[str]:
                 raise FileNotFoundError(url)
             answer.raise_for_status()
             if "html" not in answer.headers.get("Content-Type", "html"):
-                raise InputError("expected an index page (HTML) of the folder, found something else")
+                raise InputError(
+                    "expected an index page (HTML) of the folder, found something else"
+                )
             size = 0
             async for chunk in answer.content.iter_any():
                 size += len(chunk)
@@ -333,6 +334,7 @@ def _http_find(fs: Any, root: str) -> list[Listed]:
     folders = [("", f"{root.rstrip('/')}/")]
     with ThreadPoolExecutor(parallel()) as pool:
         for depth in range(_DEEPEST):
+
             def links(folder: tuple[str, str]) -> list[str] | str:
                 try:
                     with remote_errors(tries=tries()):
@@ -346,7 +348,9 @@ def _http_find(fs: Any, root: str) -> list[Listed]:
                     if depth == 0:
                         raise InputError(f"{masked(root)}: the folder cannot be listed: {found}")
                     lost.append(
-                        Listed(path.rstrip("/"), url, Stamp(), f"the folder cannot be listed: {found}")
+                        Listed(
+                            path.rstrip("/"), url, Stamp(), f"the folder cannot be listed: {found}"
+                        )
                     )
                     continue
                 for name in found:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
+import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,9 @@ def test_body_that_breaks_is_continued_where_it_broke(
     path = max((p for p in corpus.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     key = path.relative_to(corpus).as_posix()
     size = path.stat().st_size
-    s3.fault = lambda method, path, before: ("cut", "reset", "short")[before] if before < 3 else None
+    s3.fault = lambda method, path, before: (
+        ("cut", "reset", "short")[before] if before < 3 else None
+    )
     assert remote.fetch(f"s3://{BUCKET}/{key}", None) == path.read_bytes()
     (asked,) = (r for p, r in s3.ranges.items() if p.endswith(key.rpartition("/")[2]))
     starts = [int(re.findall(r"\d+", r or "0")[0]) for r in asked]
@@ -147,7 +149,9 @@ def test_large_object_in_pieces(
     monkeypatch.setattr(remote, "_SPLIT", 1000)
     monkeypatch.setattr(remote, "SMALL", 10)
     s3.fault = lambda method, path, before: "cut" if before in (1, 4) else None
-    (one,) = remote_list.find(f"s3://{BUCKET}/site_00/two-groups-inverted", {"nccl_trace_rank_node-07_1"})
+    (one,) = remote_list.find(
+        f"s3://{BUCKET}/site_00/two-groups-inverted", {"nccl_trace_rank_node-07_1"}
+    )
     data = remote.fetch(one.url, one.stamp)
     assert data == (corpus / "site_00/two-groups-inverted" / one.below).read_bytes()
     assert len(data) > 3000
@@ -284,7 +288,6 @@ def site_folder(tmp_path: Path, demo: Path) -> Path:
 @pytest.mark.parametrize("ranges", [True, False])
 def test_http_index(site_folder: Path, *, etags: bool, ranges: bool) -> None:
     with FileServer(site_folder.parent, etags=etags, ranges=ranges).running() as server:
-        assert isinstance(server, FileServer)
         report = scan(f"{server.url}/demo/")
         again = scan(f"{server.url}/demo")
     assert told(report) == told(again) == told(scan(str(site_folder)))
@@ -294,7 +297,6 @@ def test_http_index(site_folder: Path, *, etags: bool, ranges: bool) -> None:
 def test_http_files_named_one_by_one_need_no_index(site_folder: Path) -> None:
     job = site_folder / "uneven-batches"
     with FileServer(site_folder.parent, index=False).running() as server:
-        assert isinstance(server, FileServer)
         urls = [f"{server.url}/demo/{job.name}/{p.name}" for p in job.iterdir()]
         report = scan(urls)
     assert told(report) == told(scan([str(p) for p in job.iterdir()]))
@@ -303,8 +305,11 @@ def test_http_files_named_one_by_one_need_no_index(site_folder: Path) -> None:
 @needs_http
 def test_http_faults(site_folder: Path) -> None:
     with FileServer(site_folder.parent).running() as server:
+
         def fault(method: str, path: str, before: int) -> str | None:
-            return FAULTS[(number(path) + before) % len(FAULTS)] if before < 2 else None
+            fault = FAULTS[(number(path) + before) % len(FAULTS)] if before < 2 else None
+            # of an index page nothing else tells that it is too short
+            return "cut" if fault == "short" and path.endswith("/") else fault
 
         with FaultyProxy(server.port, fault, slow_s=0.01).running() as proxy:
             report = scan(f"http://127.0.0.1:{proxy.port}/demo/")
@@ -317,7 +322,6 @@ def test_http_faults(site_folder: Path) -> None:
 def test_http_files_that_change(site_folder: Path, *, etags: bool) -> None:
     job = site_folder / "uneven-batches"
     with FileServer(site_folder.parent, etags=etags).running() as server:
-        assert isinstance(server, FileServer)
         files = discover([f"{server.url}/demo/uneven-batches/"]).files
         remote.forget()
         text = (job / "rank_1.jsonl").read_bytes()
@@ -332,7 +336,6 @@ def test_http_files_that_change(site_folder: Path, *, etags: bool) -> None:
 @needs_http
 def test_http_index_leads_nowhere_else(site_folder: Path) -> None:
     with FileServer(site_folder.parent).running() as server:
-        assert isinstance(server, FileServer)
         server.more = (
             '<a href="../secret.jsonl">x</a><a href="%2e%2e/x/">y</a><a href="..%2fz.jsonl">z</a>'
             '<a href="//other.example/x.jsonl">v</a><a href="javascript:x">w</a>'
@@ -350,8 +353,7 @@ def test_http_credentials_of_the_environment(
 ) -> None:
     words = f"Bearer {SECRET}"
     with FileServer(site_folder.parent, authorization=words).running() as server:
-        assert isinstance(server, FileServer)
-        with pytest.raises(InputError, match="may not be read|cannot be listed") as denied:
+        with pytest.raises(InputError, match="cannot be listed") as denied:
             discover([f"{server.url}/demo/"])
         assert SECRET not in str(denied.value)
         monkeypatch.setenv("DL2GPU_HTTP_AUTHORIZATION", words)
@@ -403,19 +405,17 @@ def test_masked(monkeypatch: pytest.MonkeyPatch) -> None:
         ("https://host/x/", "aiohttp", "http"),
     ],
 )
-def test_missing_extra_is_named(
-    url: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import fsspec.registry
-
-    for name in list(sys.modules):
-        if name.split(".")[0] == package or name == "fsspec.implementations.http":
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(fsspec.registry, "_registry", {})
-    with pytest.raises(InputError, match=re.escape(f"needs the extra {extra}")) as told_:
-        discover([url])
-    assert f"pip install 'dl2gpu[{extra}]'" in str(told_.value)
+def test_missing_extra_is_named(url: str, package: str, extra: str) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        f"from dl2gpu.cli import app; app(['scan', {url!r}])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert f"needs the extra {extra}" in done.stderr
+    assert f"pip install 'dl2gpu[{extra}]'" in done.stderr
 
 
 def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +424,7 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         remote.tries()
 
 
-class Answer(Exception):  # noqa: N818
+class Answer(Exception):
     """As botocore's: the status is in the answer."""
 
     def __init__(self, status: int, code: str = "") -> None:
