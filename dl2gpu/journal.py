@@ -1,8 +1,9 @@
 """Finished shards on disk, so that a scan that was killed goes on where it was.
 
 One file a shard, whole or not there, named by a hash of what went into it: the files with their
-sizes and times of change, and the version of the program. A file that is damaged, or was made by
-another version, counts as not there.
+sizes and times of change (in a store: what the listing said of them), and the version of the
+program. A file that is damaged, or was made by another version, counts as not there. What a store
+did not answer is not kept: the next scan asks again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import shutil
 from pathlib import Path
 
@@ -17,8 +19,9 @@ import msgspec
 
 from dl2gpu import __version__
 from dl2gpu.shard import Result, Task
-from dl2gpu.trace.files import filesystem, local_path, whole_file
+from dl2gpu.trace.files import local_path, whole_file
 from dl2gpu.trace.inputs import TraceFile
+from dl2gpu.trace.remote_errors import gave_up
 
 __all__ = ["Journal", "forget", "parts_of"]
 
@@ -37,6 +40,8 @@ class Journal:
 
     def put(self, task: Task, result: Result) -> None:
         """Keeps a result. A folder that cannot be written to only costs the continuation."""
+        if any(i.reason is not None and gave_up(i.reason) for i in result.inputs):
+            return
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with whole_file(self._path(task)) as part:
@@ -61,11 +66,10 @@ def _identity(file: TraceFile) -> tuple[object, ...]:
     """What tells that a file is still the same: all that is known of it, and its time of change."""
     path = local_path(file.url)
     changed: object = None
-    with contextlib.suppress(Exception):  # of a file that is not there any more nothing is known
-        if path is not None:
+    if path is not None:
+        with contextlib.suppress(OSError):  # of a file that is gone nothing is known
             status = Path(path).stat()
             changed = (status.st_size, status.st_mtime_ns)
-        else:
-            fs, name = filesystem(file.url)
-            changed = fs.ukey(name)
+    elif file.stamp is None or file.stamp.tag is None:
+        changed = secrets.token_hex()  # nothing tells that it is the same: it is not
     return (repr(file), changed)

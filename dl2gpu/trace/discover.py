@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from dl2gpu.trace.files import filesystem, local_path, remote_errors
-from dl2gpu.trace.inputs import Input, InputError, TraceFile
+from dl2gpu.trace.files import local_path
+from dl2gpu.trace.inputs import Input, InputError, Stamp, TraceFile
 from dl2gpu.trace.sniff import Kind, junk_reason, sniff
 
 __all__ = ["Discovery", "discover"]
@@ -76,7 +76,9 @@ def _kinds(files: list[_Found]) -> Iterator[Kind]:
     if all(local_path(f.url) is not None for f in files):
         yield from map(_kind, files)
         return
-    with ThreadPoolExecutor(32) as pool:  # the wait is for a store's answers, not for bytes
+    from dl2gpu.trace.remote import parallel
+
+    with ThreadPoolExecutor(parallel()) as pool:  # the wait is for a store's answers
         yield from pool.map(_kind, files)
 
 
@@ -84,8 +86,10 @@ def _kind(file: _Found) -> Kind:
     reason = file.reason or junk_reason(file.name)
     if reason:
         return Kind(None, "ignored", reason)
+    if file.lost:
+        return Kind(None, "quarantined", file.lost)
     try:
-        return sniff(file.url, file.name, file.size)
+        return sniff(file.url, file.name, file.size, file.stamp)
     except InputError as e:
         return Kind(None, "quarantined", str(e))
 
@@ -104,6 +108,8 @@ class _Found:
     url: str
     size: int | None
     reason: str | None = None  # why it is not looked into
+    stamp: Stamp | None = None  # of an object in a store
+    lost: str | None = None  # why it cannot be looked into
 
     @property
     def path(self) -> str:
@@ -150,23 +156,20 @@ def _roots(paths: Sequence[str]) -> Iterator[_Found]:
     _label(list(roots.values()))
     for root in roots.values():
         prefix = root.label if len(roots) > 1 else ""
-        listing = _list_local(root) if local_path(root.path) is not None else _list_remote(root)
-        for below, url, size, reason in listing:
-            yield _Found(prefix, root.label, below, url, size, reason)
+        if local_path(root.path) is not None:
+            for below, url, size, reason in _list_local(root):
+                yield _Found(prefix, root.label, below, url, size, reason)
+        else:
+            yield from _list_remote(root, prefix)
 
 
 def _resolve(given: str) -> tuple[str, str | None]:
     """A folder to list, and the one file of it where a file was named."""
     local = local_path(given)
     if local is None:
-        with remote_errors(given):
-            fs, name = filesystem(given)
-            if fs.isfile(name):
-                folder, _, base = given.rstrip("/").rpartition("/")
-                return folder, base
-            if not fs.exists(name):
-                raise InputError(f"{given}: expected a folder or a file, found nothing there")
-        return given.rstrip("/"), None
+        from dl2gpu.trace.remote_list import resolve
+
+        return resolve(given)
     path = Path(local).expanduser().resolve()
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
@@ -245,29 +248,16 @@ def _printable(path: str) -> str:
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _list_remote(root: _Root) -> _Listed:
-    with remote_errors(root.path):
-        fs, top = filesystem(root.path)
-        top = top.rstrip("/")
-        listed: dict[str, dict[str, object]] = fs.find(top, detail=True)
-        for name in sorted(listed):
-            below = name[len(top) :].lstrip("/") if name.startswith(top) else name
-            if not below or below.endswith("/") or listed[name].get("type") == "directory":
-                continue  # a store's way to keep an empty folder
-            if root.only is not None and below not in root.only:
-                continue
-            size = listed[name].get("size")
-            skipped = next((_SKIP_FOLDERS[p] for p in below.split("/") if p in _SKIP_FOLDERS), None)
-            url = _below_url(root.path, below)
-            yield below, url, size if isinstance(size, int) else None, skipped
+def _list_remote(root: _Root, prefix: str) -> Iterator[_Found]:
+    from dl2gpu.trace.remote import forget
+    from dl2gpu.trace.remote_list import find
 
-
-def _below_url(url: str, below: str) -> str:
-    """``url`` of a folder, extended; in ``zip://folder::store://x.zip`` the path stands first."""
-    first, chain, rest = url.partition("::")
-    if chain and "://" in first:
-        return f"{first.rstrip('/')}/{below}{chain}{rest}"
-    return f"{url}/{below}"
+    forget()
+    for one in find(root.path, root.only):
+        skipped = next((_SKIP_FOLDERS[p] for p in one.below.split("/") if p in _SKIP_FOLDERS), None)
+        yield _Found(
+            prefix, root.label, one.below, one.url, one.stamp.size, skipped, one.stamp, one.lost
+        )
 
 
 def _unique(files: Iterator[_Found]) -> Iterator[_Found]:
@@ -350,6 +340,7 @@ def _jobs(found: list[tuple[_Found, Kind]]) -> list[TraceFile]:
                 folder=folder,
                 size=file.size or 0,
                 attempt=attempt,
+                stamp=file.stamp,
             )
             for file in members
         ]

@@ -13,12 +13,12 @@ import re
 import secrets
 import stat
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from dl2gpu.trace.inputs import InputError, TraceFile
+from dl2gpu.trace.inputs import InputError, Stamp, TraceFile
 
 __all__ = [
     "COMPRESSION",
@@ -28,7 +28,6 @@ __all__ = [
     "compress",
     "compression",
     "cut_reason",
-    "filesystem",
     "is_url",
     "load_ahead",
     "local_path",
@@ -36,7 +35,7 @@ __all__ = [
     "read_bytes",
     "read_head",
     "read_tail",
-    "remote_errors",
+    "stored_elsewhere",
     "unwrap",
     "whole_file",
 ]
@@ -132,17 +131,23 @@ def read_bytes(file: TraceFile, limits: Limits = DEFAULT) -> bytes:
     :class:`CutBytes`; ask :func:`cut_reason`.
 
     Raises:
-        InputError: the file is gone, may not be read, is not a regular file, or passes a limit.
+        InputError: the file is gone, may not be read, is not a regular file, passes a limit, or
+            is not the one that was listed (``file.stamp``).
     """
-    return unwrap(_read_raw(file.url, limits), limits)
+    return unwrap(_read_raw(file.url, file.stamp, limits), limits)
+
+
+def stored_elsewhere(files: Iterable[TraceFile]) -> bool:
+    """Does one of ``files`` come from a store? Then the wait is for answers, not for bytes."""
+    return any(local_path(f.url) is None for f in files)
 
 
 def load_ahead(
-    files: Sequence[TraceFile], load: Callable[[TraceFile], bytes], ahead: int = 16
+    files: Sequence[TraceFile], load: Callable[[TraceFile], bytes]
 ) -> Iterator[bytes | InputError]:
     """What ``load`` gives for each file, or the error that it raises, in the order of ``files``.
 
-    From a store, ``ahead`` files are fetched at the same time: the wait is for answers, not bytes.
+    From a store, several files are fetched at the same time.
     """
 
     def one(file: TraceFile) -> bytes | InputError:
@@ -151,11 +156,14 @@ def load_ahead(
         except InputError as e:
             return e
 
-    if not any(local_path(f.url) is None for f in files):
+    if not stored_elsewhere(files):
         yield from map(one, files)
         return
     from concurrent.futures import ThreadPoolExecutor
 
+    from dl2gpu.trace.remote import parallel
+
+    ahead = parallel()
     with ThreadPoolExecutor(ahead) as pool:
         waiting = deque(pool.submit(one, f) for f in files[:ahead])
         for file in files[ahead:]:
@@ -165,20 +173,20 @@ def load_ahead(
             yield waiting.popleft().result()
 
 
-def read_head(url: str, size: int) -> tuple[bytes, str | None]:
+def read_head(url: str, size: int, stamp: Stamp | None = None) -> tuple[bytes, str | None]:
     """The first ``size`` bytes of the content and the compression they were under.
 
     Raises:
         InputError: as :func:`read_bytes`.
     """
-    head = _read_range(url, 0, size)
+    head = _read_range(url, 0, size, stamp)
     kind = compression(head)
     if kind is None:
         return head, None
     # A block gives nothing before it is whole: up to 128 kB in zstd, 900 kB in bzip2.
     for step in _HEAD_STEPS:
         if step > size:
-            head = _read_range(url, 0, step)
+            head = _read_range(url, 0, step, stamp)
         out = bytearray()
         with contextlib.suppress(_StreamError):
             for part in _inflate(head, kind):
@@ -193,27 +201,23 @@ def read_head(url: str, size: int) -> tuple[bytes, str | None]:
 _HEAD_STEPS: Final = (4 << 10, 128 << 10, 1 << 20)
 
 
-def read_tail(url: str, size: int) -> bytes:
+def read_tail(url: str, size: int, stamp: Stamp | None = None) -> bytes:
     """The last ``size`` bytes of the stored file (not decompressed)."""
-    return _read_range(url, -size, None)
+    return _read_range(url, -size, None, stamp)
 
 
-def _read_raw(url: str, limits: Limits) -> bytes:
+def _read_raw(url: str, stamp: Stamp | None, limits: Limits) -> bytes:
     path = local_path(url)
     if path is not None:
         with opened(path) as (fd, size):
             _check_size(size, limits)
             return _read_at(fd, 0, size)
-    with remote_errors():
-        fs, name = filesystem(url)
-        size = int(fs.info(name).get("size") or 0)
-        _check_size(size, limits)
-        data: bytes = fs.cat_file(name)
-    _check_size(len(data), limits)
-    return data
+    from dl2gpu.trace.remote import fetch
+
+    return fetch(url, stamp, lambda size: _check_size(size, limits))
 
 
-def _read_range(url: str, start: int, stop: int | None) -> bytes:
+def _read_range(url: str, start: int, stop: int | None, stamp: Stamp | None) -> bytes:
     path = local_path(url)
     if path is not None:
         fd, size = _open(path)
@@ -222,10 +226,11 @@ def _read_range(url: str, start: int, stop: int | None) -> bytes:
             return _read_at(fd, first, (size if stop is None else stop) - first)
         finally:
             os.close(fd)
-    with remote_errors():
-        fs, name = filesystem(url)
-        data: bytes = fs.cat_file(name, start=start, end=stop)
-        return data
+    from dl2gpu.trace.remote import fetch_head, fetch_range
+
+    if start == 0 and stop is not None:
+        return fetch_head(url, stop, stamp)
+    return fetch_range(url, start, stop, stamp)
 
 
 # NOFOLLOW: discovery resolved every link; one that appeared since then leads elsewhere.
@@ -275,28 +280,6 @@ def _read_at(fd: int, first: int, size: int) -> bytes:
         parts.append(data)
         size -= len(data)
     return b"".join(parts)
-
-
-def filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the name that it has there."""
-    from fsspec.core import url_to_fs  # late: only buckets need it
-
-    fs, name = url_to_fs(url)
-    return fs, name
-
-
-@contextlib.contextmanager
-def remote_errors(url: str | None = None) -> Iterator[None]:
-    """What a store raises, as InputError; the message begins with ``url`` where one is given."""
-    where = f"{url}: " if url else ""
-    try:
-        yield
-    except InputError:
-        raise
-    except ImportError as e:
-        raise InputError(f"{where}needs a package that is not installed: {e}") from e
-    except Exception as e:  # every store has its own exceptions
-        raise InputError(f"{where}cannot be read: {type(e).__name__}: {e}") from e
 
 
 def _check_size(size: int, limits: Limits) -> None:

@@ -21,7 +21,7 @@ import polars as pl
 from dl2gpu.engine.cores import cores
 from dl2gpu.trace import flight_recorder_json, pickle_columns
 from dl2gpu.trace.entry_columns import Columns, Fault
-from dl2gpu.trace.files import cut_reason, read_bytes
+from dl2gpu.trace.files import cut_reason, read_bytes, stored_elsewhere
 from dl2gpu.trace.flight_recorder_comms import (
     FORMAT,
     MOST_THREADS,
@@ -91,6 +91,10 @@ def _decoded(
         return columns
 
     workers = max(1, min(MOST_THREADS, cores(), len(files)))
+    if stored_elsewhere(files):
+        from dl2gpu.trace.remote import parallel
+
+        workers = max(workers, min(parallel(), len(files)))
     with ThreadPoolExecutor(workers, thread_name_prefix="flight-recorder") as pool:
         ahead: deque[Future[Columns | str]] = deque()
         for file in files:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import polars as pl
 
-__all__ = ["INPUTS", "Input", "InputError", "Part", "Status", "TraceFile", "joined"]
+__all__ = ["INPUTS", "Input", "InputError", "Part", "Stamp", "Status", "TraceFile", "joined"]
 
 Status = Literal["read", "partial", "quarantined", "ignored"]
 
@@ -43,6 +43,16 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Stamp:
+    """What the listing said of a stored object: another one in its place differs in something."""
+
+    size: int | None = None
+    """Stored bytes."""
+    tag: str | None = None
+    """Which content it is, as "etag=..." or "mtime=..."; None: the store does not say."""
+
+
+@dataclass(frozen=True, slots=True)
 class TraceFile:
     """One file that holds (part of) a trace, recognised by its content."""
 
@@ -67,6 +77,8 @@ class TraceFile:
     """Bytes of memory that its events take, where that is known better than by ``size``."""
     apart: bool | None = None
     """Must its jobs be kept apart from those of another file of the corpus? None: not known."""
+    stamp: Stamp | None = None
+    """Of the object in a store, or of the archive that the file is in; None: not looked at."""
 
 
 @dataclass(frozen=True, slots=True)

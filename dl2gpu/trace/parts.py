@@ -125,10 +125,10 @@ def _part(file: TraceFile, part: Part, rows: tuple[int, int]) -> TraceFile:
 
 def _footer(file: TraceFile) -> bytes:
     """The footer of a file, as a file without rows."""
-    length = int.from_bytes(read_tail(file.url, 8)[:4], "little")
+    length = int.from_bytes(read_tail(file.url, 8, file.stamp)[:4], "little")
     if length > _MOST_FOOTER:
         raise InputError(f"a footer of {length} bytes; expected {_MOST_FOOTER} at most")
-    return b"PAR1" + read_tail(file.url, length + 8)
+    return b"PAR1" + read_tail(file.url, length + 8, file.stamp)
 
 
 _MOST_FOOTER: Final = 64 << 20

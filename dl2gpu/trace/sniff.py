@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dl2gpu.trace.files import read_head, read_tail
-from dl2gpu.trace.inputs import Status
+from dl2gpu.trace.inputs import Stamp, Status
 
 __all__ = ["Kind", "classify", "junk_reason", "looks_like_a_dump", "parquet_kind", "sniff"]
 
@@ -51,31 +51,32 @@ _UNKNOWN_JSON = Kind(None, "ignored", "JSON, but not a trace")
 _UNKNOWN = Kind(None, "ignored", "not a trace: the content is of no known format")
 
 
-def sniff(url: str, name: str, size: int | None) -> Kind:
+def sniff(url: str, name: str, size: int | None, stamp: Stamp | None = None) -> Kind:
     """What the file at ``url`` is. Reads a few kilobytes, through one layer of compression.
 
     Args:
         url: what :mod:`files` opens.
         name: its base name.
         size: stored bytes, None if not known.
+        stamp: what the listing said of it, where it lies in a store.
 
     Raises:
         InputError: it cannot be opened.
     """
     if size == 0:
         return _empty(name)
-    head, packed = read_head(url, _HEAD)
+    head, packed = read_head(url, _HEAD, stamp)
     if not head:
         if packed is None:
             return _empty(name)
         return Kind(None, "quarantined", f"the {packed} stream is damaged from its beginning")
     if head.startswith(b"PAR1"):
-        return parquet_kind(url)
+        return parquet_kind(url, stamp)
     kind = classify(head, name)
     if kind.format is not None:
         return kind
     if kind in (_UNKNOWN_JSON, _UNKNOWN) and len(head) >= _HEAD and _json_start(head) in b"{[":
-        head, _ = read_head(url, _MORE)
+        head, _ = read_head(url, _MORE, stamp)
         kind = classify(head, name)
     if kind in (_UNKNOWN, _UNKNOWN_JSON) and looks_like_a_dump(name):
         return Kind(
@@ -142,13 +143,13 @@ def junk_reason(name: str) -> str | None:
 # Content
 
 
-def parquet_kind(url: str) -> Kind:
+def parquet_kind(url: str, stamp: Stamp | None = None) -> Kind:
     """Native Parquet, or a Parquet file of something else: the footer says."""
-    tail = read_tail(url, 8)
+    tail = read_tail(url, 8, stamp)
     if len(tail) < 8 or tail[4:] != b"PAR1":
         return Kind("parquet", "quarantined", "a Parquet file that is cut short: no footer")
     length = int.from_bytes(tail[:4], "little")
-    if b"dl2gpu.trace.version" in read_tail(url, min(length + 8, _FOOTER)):
+    if b"dl2gpu.trace.version" in read_tail(url, min(length + 8, _FOOTER), stamp):
         return PARQUET
     return Kind(None, "ignored", "a Parquet file, but not of dl2gpu.trace")
 
