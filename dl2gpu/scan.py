@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,6 +48,7 @@ def scan(
     workers: int | None = None,
     job_pattern: str | None = None,
     select: str | None = None,
+    only: Collection[str] | None = None,
     progress: Progress | None = None,
     journal: str | os.PathLike[str] | None = None,
 ) -> Report:
@@ -61,6 +62,7 @@ def scan(
         workers: threads, or processes of a local cluster; default one a processor.
         job_pattern: regular expression with named groups job, rank, attempt, searched in each path.
         select: only the job of this name (or folder).
+        only: only these files, by the paths that :func:`dl2gpu.listing` gives.
         progress: called as work goes on.
         journal: folder for the results of finished shards. A scan that finds those of one that was
             killed goes on from there. Nobody but the caller removes it.
@@ -74,7 +76,7 @@ def scan(
     roots = [paths] if isinstance(paths, str) else list(paths)
     check(cluster)
 
-    found = discover(roots, job_pattern)
+    found = discover(roots, job_pattern, only)
     files = [f for f in found.files if select is None or select in (f.job, f.folder)]
     # a native trace names its job inside the file: what the path does not tell is sorted out later
     if select is not None and not files:

@@ -13,17 +13,19 @@ import os
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import polars as pl
+
 from dl2gpu.trace.files import local_path
 from dl2gpu.trace.inputs import Input, InputError, Stamp, TraceFile
 from dl2gpu.trace.sniff import Kind, junk_reason, sniff
 
-__all__ = ["Discovery", "discover"]
+__all__ = ["LISTING", "Discovery", "discover", "listing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,9 @@ class Discovery:
     """All other files, and why they are not read; sorted by path."""
 
 
-def discover(paths: Sequence[str], job_pattern: str | None = None) -> Discovery:
+def discover(
+    paths: Sequence[str], job_pattern: str | None = None, only: Collection[str] | None = None
+) -> Discovery:
     """Trace files below ``paths``.
 
     Args:
@@ -46,14 +50,16 @@ def discover(paths: Sequence[str], job_pattern: str | None = None) -> Discovery:
         job_pattern: regular expression with one or more of the named groups ``job``, ``rank`` and
             ``attempt``, searched in each file's path below the scanned path. Files of one ``job``
             are one job wherever they lie.
+        only: paths, as :func:`listing` gives them: the others count as not there.
 
     Raises:
         InputError: a path does not exist or may not be listed, or the pattern is none.
     """
     pattern = _compile(job_pattern)
+    wanted = None if only is None else frozenset(only)
     found: list[tuple[_Found, Kind]] = []
     inputs: list[Input] = []
-    listed = list(_unique(_roots(paths)))
+    listed = [f for f in _unique(_roots(paths)) if wanted is None or f.path in wanted]
     for file, kind in zip(listed, _kinds(listed), strict=True):
         if kind.format is not None and kind.status == "read":
             found.append((file, kind))
@@ -70,6 +76,62 @@ def discover(paths: Sequence[str], job_pattern: str | None = None) -> Discovery:
     return Discovery(
         sorted(files, key=lambda f: f.path), sorted(inputs + siblings, key=lambda i: i.path)
     )
+
+
+LISTING: Final[dict[str, pl.DataType]] = {
+    "path": pl.String(),  # as the report names it
+    "unit": pl.String(),  # files of one job have one unit; one unit may hold several jobs
+    "size": pl.Int64(),
+    "modified": pl.Int64(),  # ns since the epoch, of local files
+    "etag": pl.String(),  # of objects in a store: which content it is
+}
+"""Columns of a listing. Null: not known."""
+
+
+def listing(paths: str | Sequence[str], job_pattern: str | None = None) -> pl.DataFrame:
+    """All files below ``paths`` that a scan would look into; none of them is opened.
+
+    For who scans what has changed: all files of the units in which a file is new or differs, as
+    ``only`` of :func:`dl2gpu.scan`.
+
+    Args:
+        paths: as for a scan.
+        job_pattern: as for a scan.
+
+    Returns:
+        A frame with the columns of :data:`LISTING`, sorted by path.
+
+    Raises:
+        InputError: as for a scan.
+    """
+    pattern = _compile(job_pattern)
+    rows = []
+    for file in _unique(_roots([paths] if isinstance(paths, str) else paths)):
+        if file.reason or junk_reason(file.name):
+            continue
+        tag = None if file.stamp is None else file.stamp.tag
+        rows.append((file.path, _unit(file, pattern), file.size, file.modified, tag))
+    return pl.DataFrame(rows, schema=LISTING, orient="row").sort("path")
+
+
+def _unit(file: _Found, pattern: re.Pattern[str] | None) -> str:
+    """A name that all files of a job share, told by their paths alone.
+
+    More than a job may share it: the folders of ranks, hosts and attempts count as their parent's.
+    """
+    match = None if pattern is None else pattern.search(file.below)
+    job = match.groupdict().get("job") if match is not None else None
+    if job is not None:
+        return f"job {job}"
+    folder = file.path.rpartition("/")[0]
+    while True:
+        parent, _, name = folder.rpartition("/")
+        if not (
+            _RANK_FOLDER.match(name) or _HOST_FOLDER.fullmatch(name)
+            or _ATTEMPT_FOLDER.fullmatch(name)
+        ):  # fmt: skip
+            return f"folder {folder}"
+        folder = parent
 
 
 def _kinds(files: list[_Found]) -> Iterator[Kind]:
@@ -110,6 +172,7 @@ class _Found:
     reason: str | None = None  # why it is not looked into
     stamp: Stamp | None = None  # of an object in a store
     lost: str | None = None  # why it cannot be looked into
+    modified: int | None = None  # ns, of a local file
 
     @property
     def path(self) -> str:
@@ -157,8 +220,8 @@ def _roots(paths: Sequence[str]) -> Iterator[_Found]:
     for root in roots.values():
         prefix = root.label if len(roots) > 1 else ""
         if local_path(root.path) is not None:
-            for below, url, size, reason in _list_local(root):
-                yield _Found(prefix, root.label, below, url, size, reason)
+            for below, url, size, reason, modified in _list_local(root):
+                yield _Found(prefix, root.label, below, url, size, reason, modified=modified)
         else:
             yield from _list_remote(root, prefix)
 
@@ -189,11 +252,11 @@ def _label(roots: list[_Root]) -> None:
         root.label = label.replace(":", "_")
 
 
-_Listed = Iterator[tuple[str, str, int | None, str | None]]
+_Listed = Iterator[tuple[str, str, int | None, str | None, int | None]]
 
 
 def _list_local(root: _Root) -> _Listed:
-    """(path below, path to open, size, reason not to look into it) of each file."""
+    """(path below, path to open, size, reason not to look into it, time of change) of each."""
     top = local_path(root.path) or "/"
     stack = [""]
     while stack:
@@ -205,32 +268,36 @@ def _list_local(root: _Root) -> _Listed:
         except OSError as e:
             if not folder:
                 raise InputError(f"{here}: the folder cannot be listed: {e.strerror}") from e
-            yield folder, here, None, f"the folder cannot be listed: {e.strerror}"
+            yield folder, here, None, f"the folder cannot be listed: {e.strerror}", None
             continue
         for entry in listed:
             if root.only is not None and entry.name not in root.only:
                 continue
             below = f"{folder}/{entry.name}" if folder else entry.name
             if entry.is_symlink():
-                yield below, entry.path, None, _link_reason(entry.path, top)
+                yield below, entry.path, None, _link_reason(entry.path, top), None
             elif entry.is_dir(follow_symlinks=False):
                 if root.only is not None:
                     continue
                 if entry.name in _SKIP_FOLDERS:
-                    yield below, entry.path, None, _SKIP_FOLDERS[entry.name]
+                    yield below, entry.path, None, _SKIP_FOLDERS[entry.name], None
                 else:
                     stack.append(below)
             elif entry.is_file(follow_symlinks=False):
-                yield _printable(below), entry.path, _size(entry), None
+                size, modified = _stat(entry)
+                yield _printable(below), entry.path, size, None, modified
             else:
-                yield below, entry.path, None, "a pipe, socket or device (reading it could block)"
+                reason = "a pipe, socket or device (reading it could block)"
+                yield below, entry.path, None, reason, None
 
 
-def _size(entry: os.DirEntry[str]) -> int | None:
+def _stat(entry: os.DirEntry[str]) -> tuple[int | None, int | None]:
+    """Size, and time of change in ns."""
     try:
-        return entry.stat(follow_symlinks=False).st_size
+        status = entry.stat(follow_symlinks=False)
     except OSError:
-        return None  # gone since it was listed: opening it will say so
+        return None, None  # gone since it was listed: opening it will say so
+    return status.st_size, status.st_mtime_ns
 
 
 def _link_reason(path: str, top: str) -> str:

@@ -17,7 +17,7 @@ import polars as pl
 import pytest
 import zstandard
 
-from dl2gpu.trace.discover import Discovery, discover
+from dl2gpu.trace.discover import LISTING, Discovery, discover, listing
 from dl2gpu.trace.files import read_bytes
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.sniff import classify
@@ -433,3 +433,55 @@ def test_labelled_data(shared: Path) -> None:
             found = discover([str(shared / folder)])
             assert {f.format for f in found.files} == {format_}
             assert {i.status for i in found.inputs} <= {"ignored"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Listing, and scans of a part
+
+
+def test_listing(tmp_path: Path) -> None:
+    put(tmp_path, {
+        "a/rank_0/x.jsonl": NATIVE, "a/rank_1/x.jsonl": NATIVE, "a/README.md": b"text",
+        "b/attempt_0/rank_0.jsonl": NATIVE, "b/attempt_1/rank_0.jsonl": NATIVE,
+        "c/node0/rank0/x.jsonl": NATIVE, "rank_0.jsonl": NATIVE, "empty": b"",
+    })  # fmt: skip
+    found = listing(str(tmp_path))
+    assert dict(found.schema) == LISTING
+    assert dict(found.select("path", "unit").iter_rows()) == {
+        "a/rank_0/x.jsonl": "folder a", "a/rank_1/x.jsonl": "folder a",
+        "b/attempt_0/rank_0.jsonl": "folder b", "b/attempt_1/rank_0.jsonl": "folder b",
+        "c/node0/rank0/x.jsonl": "folder c", "rank_0.jsonl": "folder ", "empty": "folder ",
+    }  # fmt: skip
+    assert found.filter(path="empty")["size"].item() == 0
+    assert found["modified"].null_count() == 0
+    path = tmp_path / "rank_0.jsonl"
+    assert found.filter(path="rank_0.jsonl")["modified"].item() == path.stat().st_mtime_ns
+    # whatever a scan reads is listed, and under one unit for a job
+    files = discover([str(tmp_path)]).files
+    units = dict(found.select("path", "unit").iter_rows())
+    by_folder: dict[str, set[str]] = {}
+    for f in files:
+        by_folder.setdefault(f.folder, set()).add(units[f.path])
+    assert {len(u) for u in by_folder.values()} == {1}
+
+
+def test_listing_by_pattern(tmp_path: Path) -> None:
+    put(tmp_path, {"x/j1.r0.jsonl": NATIVE, "y/j1.r1.jsonl": NATIVE, "y/other": NATIVE})
+    found = listing([str(tmp_path)], r"(?P<job>j\d)\.r(?P<rank>\d)")
+    assert found["unit"].to_list() == ["job j1", "job j1", "folder y"]
+
+
+def test_listing_of_a_store() -> None:
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/listed/job/rank_0.jsonl", NATIVE)
+    before = listing("memory://listed")
+    assert before["path"].to_list() == ["job/rank_0.jsonl"]
+    assert before["size"].to_list() == [len(NATIVE)]
+
+
+def test_only_some_files(tmp_path: Path) -> None:
+    put(tmp_path, {"a/rank_0.jsonl": NATIVE, "b/rank_0.jsonl": NATIVE, "b/notes": b"text"})
+    found = discover([str(tmp_path)], only={"b/rank_0.jsonl", "gone"})
+    assert [f.path for f in found.files] == ["b/rank_0.jsonl"]
+    assert found.inputs == []
+    assert discover([str(tmp_path)], only=[]).files == []

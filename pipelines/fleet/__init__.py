@@ -1,0 +1,1 @@
+"""What the nightly scan is made of: configuration, state, groups of findings, digest, messages."""
