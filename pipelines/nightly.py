@@ -226,14 +226,14 @@ def _hidden(config: Config, run: Run) -> Path:
 def _replace(path: Path, text: str) -> None:
     """Writes a file so that a reader sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".{path.name}.part")  # one name: what a killed run left is written over
     part.write_text(text, "utf-8")
     part.replace(path)
 
 
 def _point(link: Path, name: str) -> None:
     """A link to the newest night, where the file system has links."""
-    part = link.with_name(f".{link.name}.{os.getpid()}")
+    part = link.with_name(f".{link.name}.part")
     with contextlib.suppress(OSError):
         part.unlink(missing_ok=True)
         part.symlink_to(name)

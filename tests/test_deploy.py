@@ -7,6 +7,7 @@ command lines of dl2gpu and Dask, names, ports, labels.
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import re
 import shlex
@@ -523,3 +524,76 @@ def test_limits_of_the_workers(image: str) -> None:
     assert limits.get("nvidia.com/gpu") == ("1" if image == "gpu" else None)
     assert worker["env"] == [{"name": "POLARS_MAX_THREADS", "value": limits["cpu"]}]
     assert gigabytes(check_memory(worker["args"])) < gigabytes(limits["memory"])
+
+
+# --------------------------------------------------------------------------------------------------
+# The nightly scan
+
+NIGHTLY = DEPLOY / "nightly"
+RUN = ["-m", "pipelines.nightly", "run", "-c", "/etc/dl2gpu/nightly.toml"]
+
+
+@pytest.fixture
+def pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+@pytest.mark.usefixtures("pipelines")
+def test_the_example_shows_every_key() -> None:
+    import msgspec
+
+    from pipelines.fleet import config
+
+    read = config.load(NIGHTLY / "nightly.toml")
+    text = (NIGHTLY / "nightly.toml").read_text()
+    tables = [read.scan, read.output, read.price, read.groups, read.notify, read.owners[0],
+              read.suppressions[0], read.webhooks[0]]  # fmt: skip
+    for table in tables:
+        for name in msgspec.structs.fields(table):
+            assert re.search(rf"\b{name.name} = ", text), name.name
+    assert set(re.findall(r"^\[+(\w+)\]", text, re.MULTILINE)) == {
+        f.name for f in msgspec.structs.fields(read)
+    }
+
+
+@pytest.mark.usefixtures("pipelines")
+def test_alerts_and_dashboard_name_metrics_that_there_are() -> None:
+    from pipelines.fleet.metrics import exposition
+
+    told = {"cost": {"gpu_hours": 0, "saved_gpu_hours": 0}, "groups": [], "verdicts": {},
+            "deadlocked": 0, "files": {}, "teams": []}  # fmt: skip
+    made = set(re.findall(r"# TYPE (\w+) ", exposition(told, 0, 0)))
+    rules = yaml.safe_load((NIGHTLY / "alerts.yaml").read_text())["groups"][0]["rules"]
+    board = json.loads((NIGHTLY / "grafana.json").read_text())
+    asked = [r["expr"] for r in rules]
+    asked += [t["expr"] for p in board["panels"] for t in p["targets"]]
+    named = set(re.findall(r"dl2gpu_nightly_\w+", " ".join(asked)))
+    assert named <= made
+    assert len(named) >= 7
+    assert len({r["alert"] for r in rules}) == len(rules)
+    assert len({p["id"] for p in board["panels"]}) == len(board["panels"])
+
+
+@pytest.mark.usefixtures("pipelines")
+def test_the_commands_of_the_nightly_scan() -> None:
+    from pipelines.nightly import app as nightly
+
+    cron = [x for x in (NIGHTLY / "crontab").read_text().splitlines() if not x.startswith("#")]
+    service = dict(
+        line.split("=", 1)
+        for line in (NIGHTLY / "dl2gpu-nightly.service").read_text().splitlines()
+        if "=" in line and not line.startswith("#")
+    )
+    job = yaml.safe_load((NIGHTLY / "cronjob.yaml").read_text())["spec"]
+    pod = job["jobTemplate"]["spec"]["template"]["spec"]
+    lines = [
+        cron[0].partition("&& ")[2], service["ExecStart"],
+        " ".join(pod["containers"][0]["command"]),
+    ]  # fmt: skip
+    for line in lines:
+        words = shlex.split(line)
+        assert words[1:] == RUN, line
+    assert job["concurrencyPolicy"] == "Forbid"
+    assert service["SuccessExitStatus"] == "3"
+    command = get_command(nightly).commands["run"]  # type: ignore[attr-defined]
+    assert command.make_context("run", RUN[3:]).params["config"] == RUN[-1]
