@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import threading
+import zipfile
+import zlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote, unquote
@@ -176,14 +180,15 @@ class _Archive:
         allowed = allowed_bytes(packed, limits)
         if member.size > allowed:
             raise InputError(bomb(packed, "zip", limits, allowed))
-        parts: list[bytes] = []
         left = member.size if most is None else min(most, member.size)
+        parts: list[bytes] = []
         reason: str | None = None
         try:
-            with self.index.zip.open(member.info) as file:
-                while left > 0 and (part := file.read(min(left, _STEP))):
-                    parts.append(part)
-                    left -= len(part)
+            for part in self._unpacked(member.info):
+                parts.append(part[:left])
+                left -= len(part)
+                if left <= 0:
+                    break
         except InputError:
             raise
         except Exception as e:  # BadZipFile, zlib.error, EOFError, ...
@@ -194,7 +199,36 @@ class _Archive:
         data = b"".join(parts)
         if reason is None and left > 0:
             reason = f"its part of the zip archive ends {left} bytes too early"
+        if reason is None and most is None and zlib.crc32(data) != member.info.CRC:
+            reason = "its part of the zip archive is damaged (another checksum than expected)"
         return data if reason is None else cut(data, reason)
+
+    def _unpacked(self, info: zipfile.ZipInfo) -> Iterator[bytes]:
+        """Parts of a member's content; of a damaged one, those before the damage."""
+        assert self.index.zip is not None
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            with self.index.zip.open(info) as file:
+                while part := file.read(_STEP):
+                    yield part
+            return
+        head = self.source.read_at(info.header_offset, 30)
+        if head[:4] != b"PK\x03\x04" or len(head) < 30:
+            raise InputError("its part of the zip archive is damaged (no header)")
+        first = info.header_offset + 30 + sum(struct.unpack_from("<HH", head, 26))
+        end = first + info.compress_size
+        if info.compress_type == zipfile.ZIP_STORED:
+            for at in range(first, end, _STEP):
+                yield self.source.read_at(at, min(_STEP, end - at))
+            return
+        one = zlib.decompressobj(-zlib.MAX_WBITS)
+        while first < end and not one.eof:
+            piece = self.source.read_at(first, min(1 << 16, end - first))
+            if not piece:
+                return
+            first += len(piece)
+            while piece:
+                yield one.decompress(piece, _STEP)
+                piece = one.unconsumed_tail
 
     def part(self, name: str, limits: Limits) -> Source:
         """A member as a source, for an archive in this one."""

@@ -55,7 +55,8 @@ class Limits:
     """How much one file may take.
 
     Each limit can be raised through the environment variable ``DL2GPU_`` plus its name in
-    capitals, or by passing another ``Limits``.
+    capitals (of the workers as well, where they run elsewhere), by the options
+    ``--max-file-size`` and ``--max-ratio``, or by passing another ``Limits``.
     """
 
     max_file_bytes: int = 8 << 30

@@ -183,9 +183,9 @@ def test_compressed_archive_is_read_through_once_and_leaves_nothing(
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(containers_spool, "_IN_MEMORY", 1000)
     passes: list[str] = []
-    real = containers.spool_inflated
+    real = containers_spool.spool_inflated
 
-    def counted(source: containers.Source, kind: str, limits: Limits) -> object:
+    def counted(source: containers_spool.Source, kind: str, limits: Limits) -> object:
         passes.append(kind)
         return real(source, kind, limits)
 
@@ -264,7 +264,7 @@ def test_tar_that_is_damaged_in_its_middle(jobs: Path) -> None:
     (jobs.parent / "x.tar").write_bytes(data)
     found = discover([str(jobs.parent / "x.tar")])
     assert statuses(found)["x.tar"][0] == "partial"
-    assert "damaged at byte" in str(statuses(found)["x.tar"][1])
+    assert "damaged" in str(statuses(found)["x.tar"][1])
     assert 0 < len(found.files) < len(infos)
 
 
@@ -295,8 +295,7 @@ def test_zip_with_a_damaged_member(jobs: Path) -> None:
     (top / "x.zip").write_bytes(data)
     inputs = {r["path"]: r for r in scan(str(top)).inputs.to_dicts()}
     damaged = inputs.pop(f"x.zip/{info.filename}")
-    assert damaged["status"] in {"partial", "quarantined"}
-    assert "damaged" in damaged["reason"] or "cut" in damaged["reason"]
+    assert damaged["status"] == "partial"
     assert [r["status"] for r in inputs.values()].count("read") >= 10
 
 
@@ -523,7 +522,9 @@ def test_zip_that_lies_about_a_size(tmp_path: Path) -> None:
     inside = containers.contents(str(tmp_path / "x.zip"), None)
     url = containers.member_url(str(tmp_path / "x.zip"), "a")
     got = containers.read_member(url, inside.stamp)
-    assert len(got) <= 100
+    assert got == b"\0" * 100
+    assert "checksum" in str(cut_reason(got))
+    assert read_head(url, 10, inside.stamp)[0] == b"\0" * 10
 
 
 def header(name: bytes, size: bytes, type_: bytes = b"0") -> bytes:
@@ -543,7 +544,8 @@ def test_tar_with_an_absurd_size_ends(tmp_path: Path, size: bytes) -> None:
     """Backwards, in a circle, or beyond all that there is."""
     first = header(b"rank_0.jsonl", b"%011o\0" % len(CONTENT)) + CONTENT.ljust(512, b"\0")
     for type_ in (b"0", b"x", b"L", b"g"):
-        data = first + header(b"b", size, type_) + first + b"\0" * 1024
+        second = first.replace(b"rank_0", b"rank_1", 1)
+        data = first + header(b"b", size, type_) + second + b"\0" * 1024
         (tmp_path / "x.tar").write_bytes(data)
         containers.forget()
         inside = containers.contents(str(tmp_path / "x.tar"), None)
@@ -626,7 +628,7 @@ def test_limits_of_the_command_line(jobs: Path, tmp_path: Path) -> None:
 
     assert any("max_ratio = 5" in r for r in reasons("--max-ratio", "5"))
     assert any("max_file_bytes = 1048576" in r for r in reasons("--max-file-size", "1MiB"))
-    assert any("an archive of 1 file" in r for r in reasons("--max-file-size", "1GiB"))
+    assert any("an archive of 1 file" in r for r in reasons("--max-ratio", "2000"))
     done = subprocess.run(
         [*command, "--max-file-size", "lots"], capture_output=True, text=True, check=False
     )
