@@ -126,6 +126,22 @@ def scan(
     select: Annotated[
         str | None, typer.Option(metavar="JOB", help="Analyse this job only.")
     ] = None,
+    max_file_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Largest file, as stored and decompressed, such as 16GiB; default 8GiB.",
+        ),
+    ] = None,
+    max_ratio: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Bytes after decompression for each stored byte; default 1000. More is taken for "
+            "a decompression bomb.",
+        ),
+    ] = None,
     fail_on: Annotated[
         str,
         typer.Option(metavar="KIND,...", help="Kinds of finding that make the exit status 1."),
@@ -142,6 +158,7 @@ def scan(
     """
     kinds = _kinds(fail_on)
     _check_pattern(job_pattern)
+    _set_limits(max_file_size, max_ratio)
     with _errors(verbose):
         from dl2gpu.journal import forget, parts_of
         from dl2gpu.report.progress import progress
@@ -259,6 +276,23 @@ def _check_pattern(pattern: str | None) -> None:
             f"found none in {pattern!r}",
             param_hint="--job-pattern",
         )
+
+
+def _set_limits(max_file_size: str | None, max_ratio: int | None) -> None:
+    """In the environment, which holds for what is imported later and for the workers started."""
+    if max_ratio is not None:
+        os.environ["DL2GPU_MAX_RATIO"] = str(max_ratio)
+    if max_file_size is None:
+        return
+    match = re.fullmatch(r"([1-9][0-9]{0,14}) ?(?:([KMGT])(i?)B?|B)?", max_file_size, re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(
+            f"expected a size such as 16GiB, 500MB or a number of bytes, found {max_file_size!r}",
+            param_hint="--max-file-size",
+        )
+    power = " KMGT".index((match[2] or " ").upper())
+    size = int(match[1]) * (1024 if match[3] else 1000) ** power
+    os.environ["DL2GPU_MAX_FILE_BYTES"] = str(size)
 
 
 def _print_report(report: Report, format_: Format, saved: str | None) -> None:

@@ -4,7 +4,9 @@ A job is a folder below the scanned path, with three exceptions: a folder in whi
 subfolder of its own is one job; subfolders ``attempt_0``, ``restart_1``, ... are restarts of the
 job that their parent is; and ``--job-pattern`` overrides both.
 
-What a file is, is decided by its content (``sniff.py``). Only a few kilobytes a file are read here.
+What a file is, is decided by its content (``sniff.py``). Only a few kilobytes a file are read here,
+but for archives: a compressed one is read through for the list of its members, which are files
+like others, with their path below the archive.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from typing import Final
 
 import polars as pl
 
-from dl2gpu.trace.files import local_path
+from dl2gpu.engine.cores import cores
+from dl2gpu.trace.containers import CONTAINERS, DEEPEST, contents, depth, member_url
+from dl2gpu.trace.files import is_member, local_path
 from dl2gpu.trace.inputs import Input, InputError, Stamp, TraceFile
 from dl2gpu.trace.sniff import Kind, junk_reason, sniff
 
@@ -60,8 +64,8 @@ def discover(
     found: list[tuple[_Found, Kind]] = []
     inputs: list[Input] = []
     listed = [f for f in _unique(_roots(paths)) if wanted is None or f.path in wanted]
-    for file, kind in zip(listed, _kinds(listed), strict=True):
-        if kind.format is not None and kind.status == "read":
+    for file, kind in _looked_at(listed):
+        if kind.format is not None and kind.status == "read" and kind.format not in CONTAINERS:
             found.append((file, kind))
         else:
             job = None
@@ -132,6 +136,59 @@ def _unit(file: _Found, pattern: re.Pattern[str] | None) -> str:
         ):  # fmt: skip
             return f"folder {folder}"
         folder = parent
+
+
+def _looked_at(files: list[_Found]) -> Iterator[tuple[_Found, Kind]]:
+    """What each file is; after an archive, its members."""
+    archives: list[_Found] = []
+    for file, kind in zip(files, _kinds(files), strict=True):
+        if kind.format in CONTAINERS and kind.status == "read":
+            archives.append(file)
+        else:
+            yield file, kind
+    if len(archives) < 2:
+        found = map(_unpacked, archives)
+        yield from (one for members in found for one in members)
+        return
+    with ThreadPoolExecutor(min(cores(), len(archives), 8)) as pool:
+        for members in pool.map(_unpacked, archives):
+            yield from members
+
+
+def _unpacked(file: _Found) -> list[tuple[_Found, Kind]]:
+    """An archive and its members, those of archives in it as well."""
+    if depth(file.url) >= DEEPEST:
+        reason = f"an archive that lies in {DEEPEST} others: its files are not looked at"
+        return [(file, Kind(None, "quarantined", reason))]
+    try:
+        inside = contents(file.url, file.stamp)
+    except InputError as e:
+        return [(file, Kind(None, "quarantined", str(e)))]
+    many = f"an archive of {len(inside.members)} file{'s' * (len(inside.members) != 1)}"
+    kind = Kind(inside.kind, "read", many)
+    if inside.loss is not None:
+        kind = Kind(inside.kind, "partial", f"{many}, perhaps of more: {inside.loss}")
+    out = [(file, kind)]
+    for one in inside.members:
+        below = f"{file.below}/{one.name}"
+        member = _Found(
+            file.root, file.label, below, member_url(file.url, one.name), one.size,
+            _skipped(one.name), inside.stamp,
+        )  # fmt: skip
+        if one.status != "read":
+            out.append((member, Kind(None, one.status, one.reason)))
+            continue
+        found = _kind(member)
+        if found.format in CONTAINERS and found.status == "read":
+            out += _unpacked(member)
+        else:
+            out.append((member, found))
+    return out
+
+
+def _skipped(below: str) -> str | None:
+    """Why a file in one of certain folders is not looked into."""
+    return next((_SKIP_FOLDERS[p] for p in below.split("/") if p in _SKIP_FOLDERS), None)
 
 
 def _kinds(files: list[_Found]) -> Iterator[Kind]:
@@ -229,6 +286,8 @@ def _roots(paths: Sequence[str]) -> Iterator[_Found]:
 def _resolve(given: str) -> tuple[str, str | None]:
     """A folder to list, and the one file of it where a file was named."""
     local = local_path(given)
+    if is_member(given):
+        raise InputError(f"{given}: expected a path or a URL of a store; name the archive to scan")
     if local is None:
         from dl2gpu.trace.remote_list import resolve
 
@@ -244,8 +303,8 @@ def _resolve(given: str) -> tuple[str, str | None]:
 def _label(roots: list[_Root]) -> None:
     """Names the roots by their last parts, as many as it takes to tell them apart."""
     parts = [[p for p in re.split(r"[/\\]+", r.path) if p] or ["root"] for r in roots]
-    for depth in range(1, max(map(len, parts), default=0) + 1):
-        labels = ["/".join(p[-depth:]) for p in parts]
+    for last in range(1, max(map(len, parts), default=0) + 1):
+        labels = ["/".join(p[-last:]) for p in parts]
         if len(set(labels)) == len(labels):
             break
     for root, label in zip(roots, labels if roots else [], strict=True):
@@ -321,10 +380,10 @@ def _list_remote(root: _Root, prefix: str) -> Iterator[_Found]:
 
     forget()
     for one in find(root.path, root.only):
-        skipped = next((_SKIP_FOLDERS[p] for p in one.below.split("/") if p in _SKIP_FOLDERS), None)
         yield _Found(
-            prefix, root.label, one.below, one.url, one.stamp.size, skipped, one.stamp, one.lost
-        )
+            prefix, root.label, one.below, one.url, one.stamp.size, _skipped(one.below),
+            one.stamp, one.lost,
+        )  # fmt: skip
 
 
 def _unique(files: Iterator[_Found]) -> Iterator[_Found]:
@@ -377,6 +436,9 @@ _RANK_FOLDER: Final = re.compile(
     re.IGNORECASE,
 )
 _HOST_FOLDER: Final = re.compile(r"(?:node|host|machine|pod)[-_.]?\d+$", re.IGNORECASE)
+_ARCHIVE_ENDS: Final = re.compile(
+    r"(\.(tar|tgz|tbz2?|txz|tzst|zip|gz|bz2|xz|zst))+$", re.IGNORECASE
+)
 _ATTEMPT_FOLDER: Final = re.compile(
     r"(?:attempt|restart|retry|try|incarnation|generation)[-_.]?(\d{1,9})$", re.IGNORECASE
 )
@@ -394,7 +456,7 @@ def _jobs(found: list[tuple[_Found, Kind]]) -> list[TraceFile]:
     for key, members in by_folder.items():
         folder = job_folder[key]
         attempt = None
-        match = _ATTEMPT_FOLDER.fullmatch(folder.rpartition("/")[2])
+        match = _ATTEMPT_FOLDER.fullmatch(_ARCHIVE_ENDS.sub("", folder.rpartition("/")[2]))
         if match:
             attempt = int(match.group(1))
             folder = folder.rpartition("/")[0]
@@ -432,7 +494,7 @@ def _without_rank_folders(
     for (root, parent), folders in children.items():
         if (root, parent) in by_folder:
             continue  # files of its own: the subfolders are something else
-        bases = [f.rpartition("/")[2] for f in folders]
+        bases = [_ARCHIVE_ENDS.sub("", f.rpartition("/")[2]) for f in folders]
         names = [{f.name for f in by_folder[root, folder]} for folder in folders]
         if all(_RANK_FOLDER.match(b) for b in bases) or (
             # one folder a host is the same, if no name stands in two of them

@@ -8,6 +8,7 @@ before the memory does. Compression is recognised by content, never by name.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import secrets
@@ -23,11 +24,19 @@ from dl2gpu.trace.inputs import InputError, Stamp, TraceFile
 __all__ = [
     "COMPRESSION",
     "DEFAULT",
+    "MEMBER",
     "CutBytes",
     "Limits",
+    "StreamError",
+    "allowed_bytes",
+    "bomb",
+    "check_size",
     "compress",
     "compression",
+    "cut",
     "cut_reason",
+    "inflated",
+    "is_member",
     "is_url",
     "load_ahead",
     "local_path",
@@ -46,7 +55,8 @@ class Limits:
     """How much one file may take.
 
     Each limit can be raised through the environment variable ``DL2GPU_`` plus its name in
-    capitals, or by passing another ``Limits``.
+    capitals (of the workers as well, where they run elsewhere), by the options
+    ``--max-file-size`` and ``--max-ratio``, or by passing another ``Limits``.
     """
 
     max_file_bytes: int = 8 << 30
@@ -55,12 +65,14 @@ class Limits:
     """Bytes after decompression for each stored byte (repetitive traces reach about 200)."""
     free_bytes: int = 64 << 20
     """Up to this size the ratio is not looked at: a small file may hold a very regular trace."""
+    max_members: int = 1_000_000
+    """Files of one archive."""
 
     @classmethod
     def from_environment(cls) -> Limits:
         """Defaults, with what ``DL2GPU_MAX_FILE_BYTES`` and its like say."""
         found: dict[str, int] = {}
-        for name in ("max_file_bytes", "max_ratio", "free_bytes"):
+        for name in ("max_file_bytes", "max_ratio", "free_bytes", "max_members"):
             text = os.environ.get(f"DL2GPU_{name.upper()}")
             if text is None:
                 continue
@@ -113,6 +125,15 @@ def is_url(path: str) -> bool:
     return path[:1] != "/" and bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+(://|::)", path))
 
 
+MEMBER: Final = "member://"
+"""Begins the URL of a file in an archive: the archive's, quoted, a slash, the file's name in it."""
+
+
+def is_member(url: str) -> bool:
+    """Does ``url`` name a file in an archive?"""
+    return url.startswith(MEMBER)
+
+
 def local_path(url: str) -> str | None:
     """The path of a local file, None for what only fsspec can open."""
     if url.startswith("file://"):
@@ -134,12 +155,18 @@ def read_bytes(file: TraceFile, limits: Limits = DEFAULT) -> bytes:
         InputError: the file is gone, may not be read, is not a regular file, passes a limit, or
             is not the one that was listed (``file.stamp``).
     """
-    return unwrap(_read_raw(file.url, file.stamp, limits), limits)
+    raw = _read_raw(file.url, file.stamp, limits)
+    data = unwrap(raw, limits)
+    lost = cut_reason(raw)
+    if lost is None or data is raw:
+        return data
+    found = cut_reason(data)
+    return cut(data, lost if found is None else f"{lost}; {found}")
 
 
 def stored_elsewhere(files: Iterable[TraceFile]) -> bool:
-    """Does one of ``files`` come from a store? Then the wait is for answers, not for bytes."""
-    return any(local_path(f.url) is None for f in files)
+    """Is one of ``files`` an object of a store? Then the wait is for answers, not for bytes."""
+    return any(local_path(f.url) is None and not is_member(f.url) for f in files)
 
 
 def load_ahead(
@@ -188,7 +215,7 @@ def read_head(url: str, size: int, stamp: Stamp | None = None) -> tuple[bytes, s
         if step > size:
             head = _read_range(url, 0, step, stamp)
         out = bytearray()
-        with contextlib.suppress(_StreamError):
+        with contextlib.suppress(StreamError):
             for part in _inflate(head, kind):
                 out += part
                 if len(out) >= size:
@@ -210,11 +237,15 @@ def _read_raw(url: str, stamp: Stamp | None, limits: Limits) -> bytes:
     path = local_path(url)
     if path is not None:
         with opened(path) as (fd, size):
-            _check_size(size, limits)
+            check_size(size, limits)
             return _read_at(fd, 0, size)
+    if is_member(url):
+        from dl2gpu.trace.containers import read_member
+
+        return read_member(url, stamp, limits)
     from dl2gpu.trace.remote import fetch
 
-    return fetch(url, stamp, lambda size: _check_size(size, limits))
+    return fetch(url, stamp, lambda size: check_size(size, limits))
 
 
 def _read_range(url: str, start: int, stop: int | None, stamp: Stamp | None) -> bytes:
@@ -226,6 +257,10 @@ def _read_range(url: str, start: int, stop: int | None, stamp: Stamp | None) -> 
             return _read_at(fd, first, (size if stop is None else stop) - first)
         finally:
             os.close(fd)
+    if is_member(url):
+        from dl2gpu.trace.containers import read_member_range
+
+        return read_member_range(url, start, stop, stamp)
     from dl2gpu.trace.remote import fetch_head, fetch_range
 
     if start == 0 and stop is not None:
@@ -282,7 +317,8 @@ def _read_at(fd: int, first: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _check_size(size: int, limits: Limits) -> None:
+def check_size(size: int, limits: Limits) -> None:
+    """Raises InputError where a file of ``size`` bytes is too large."""
     if size > limits.max_file_bytes:
         raise InputError(
             f"holds {size} bytes; the limit is {limits.max_file_bytes}. To read it all the same, "
@@ -294,7 +330,7 @@ def _check_size(size: int, limits: Limits) -> None:
 # Decompression
 
 
-class _StreamError(Exception):
+class StreamError(Exception):
     """A compressed stream ended too early or is damaged."""
 
 
@@ -317,7 +353,7 @@ def unwrap(raw: bytes, limits: Limits = DEFAULT) -> bytes:
     kind = compression(raw[:8])
     if kind is None:
         return raw
-    allowed = min(limits.max_file_bytes, max(limits.free_bytes, limits.max_ratio * len(raw)))
+    allowed = allowed_bytes(len(raw), limits)
     parts: list[bytes] = []
     size = 0
     reason: str | None = None
@@ -325,51 +361,90 @@ def unwrap(raw: bytes, limits: Limits = DEFAULT) -> bytes:
         for part in _inflate(raw, kind):
             size += len(part)
             if size > allowed:
-                raise InputError(_bomb(raw, kind, limits, allowed))
+                raise InputError(bomb(len(raw), kind, limits, allowed))
             parts.append(part)
-    except _StreamError as e:
+    except StreamError as e:
         reason = f"the {kind} stream {e}; read what could be decompressed ({size} bytes)"
     if reason is None:
         return b"".join(parts)
-    cut = CutBytes(b"".join(parts))
-    cut.reason = reason
-    return cut
+    return cut(b"".join(parts), reason)
 
 
-def _bomb(raw: bytes, kind: str, limits: Limits, allowed: int) -> str:
+def cut(data: bytes, reason: str) -> CutBytes:
+    """``data``, of which it is known that it is not all."""
+    out = CutBytes(data)
+    out.reason = reason
+    return out
+
+
+def allowed_bytes(stored: int, limits: Limits) -> int:
+    """To how many bytes so many stored ones may decompress."""
+    return min(limits.max_file_bytes, max(limits.free_bytes, limits.max_ratio * stored))
+
+
+def bomb(stored: int, kind: str, limits: Limits, allowed: int) -> str:
+    """What is said of a file that decompresses to more than it may."""
     if allowed == limits.max_file_bytes:
         name, value, more = "max_file_bytes", limits.max_file_bytes, 4 * limits.max_file_bytes
     else:
         name, value, more = "max_ratio", limits.max_ratio, 10 * limits.max_ratio
     return (
-        f"{len(raw)} bytes of {kind} decompress to more than {allowed} bytes, which passes the "
+        f"{stored} bytes of {kind} decompress to more than {allowed} bytes, which passes the "
         f"limit {name} = {value}: a decompression bomb, or a very regular trace. To read it all "
         f"the same, set DL2GPU_{name.upper()}={more} or pass Limits({name}={more})"
     )
 
 
 def _inflate(raw: bytes, kind: str) -> Iterator[bytes]:
-    """Decompressed parts of the streams in ``raw`` (several may stand one after the other)."""
-    rest = memoryview(raw)
-    while rest:
-        if compression(bytes(rest[:8])) != kind:
-            if not bytes(rest).strip(b"\0"):  # padding of tapes and of some object stores
-                return
-            raise _StreamError("is followed by other bytes")
+    return inflated(io.BytesIO(raw).read, kind)
+
+
+_FIRST_PIECE: Final = 1 << 10
+"""Fed to a new stream first: of thousands of tiny ones, each leaves the rest to the next."""
+
+
+def inflated(read: Callable[[int], bytes], kind: str) -> Iterator[bytes]:
+    """Decompressed parts of the streams, several one after the other, that ``read`` gives.
+
+    Args:
+        read: gives so many bytes, and fewer at the end only.
+        kind: compression of the first stream.
+
+    Raises:
+        StreamError: the stream ended too early or is damaged; what came before is good.
+    """
+    rest = b""
+
+    def take(size: int) -> bytes:
+        nonlocal rest
+        if len(rest) < size:
+            rest += read(size - len(rest))
+        piece, rest = rest[:size], rest[size:]
+        return piece
+
+    while head := take(8):
+        if compression(head) != kind:
+            piece = head
+            while piece:  # padding of tapes and of some object stores
+                if piece.strip(b"\0"):
+                    raise StreamError("is followed by other bytes")
+                piece = take(1 << 16)
+            return
+        rest = head + rest
         one = _decompressor(kind)
-        position = 0
+        size = min(_FIRST_PIECE, _PIECE[kind])
         while not one.eof:
-            piece = bytes(rest[position : position + _PIECE[kind]])
+            piece = take(size)
+            size = _PIECE[kind]
             if not piece:
-                raise _StreamError("ends too early")
-            position += len(piece)
+                raise StreamError("ends too early")
             try:
                 yield from _step(one, kind, piece)
             except InputError:
                 raise
             except Exception as e:  # zlib.error, ZstdError, LZMAError, OSError, ...
-                raise _StreamError(f"is damaged ({e})") from e
-        rest = rest[position - len(one.unused_data) :]
+                raise StreamError(f"is damaged ({e})") from e
+        rest = one.unused_data + rest
 
 
 def _step(one: Any, kind: str, piece: bytes) -> Iterator[bytes]:

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from dl2gpu.trace.containers_index import container_kind, no_archive_of_traces
 from dl2gpu.trace.files import read_head, read_tail
 from dl2gpu.trace.inputs import Stamp, Status
 
@@ -29,7 +30,8 @@ class Kind:
     format: str | None
     """Name of the format; None: not known."""
     status: Status = "read"
-    """"read": a reader takes it; else what becomes of it, and why:"""
+    """"read": a reader takes it, or its members are files of their own (archives); else what
+    becomes of it, and why:"""
     reason: str | None = None
 
 
@@ -72,6 +74,10 @@ def sniff(url: str, name: str, size: int | None, stamp: Stamp | None = None) -> 
         return Kind(None, "quarantined", f"the {packed} stream is damaged from its beginning")
     if head.startswith(b"PAR1"):
         return parquet_kind(url, stamp)
+    container = container_kind(head)
+    if container is not None:
+        other = no_archive_of_traces(head, name)
+        return Kind(container) if other is None else Kind(None, "ignored", other)
     kind = classify(head, name)
     if kind.format is not None:
         return kind
@@ -226,8 +232,8 @@ def _text(head: bytes, text: bytes) -> Kind:
         return Kind(
             None, "quarantined", "a Git LFS pointer instead of the data: run `git lfs pull`"
         )
-    if head[257:262] == b"ustar" or head.startswith(b"PK\x03\x04"):
-        return Kind(None, "ignored", "an archive: unpack it first")
+    if head[257:262] == b"ustar":
+        return Kind(None, "quarantined", "a tar archive that is damaged from its beginning")
     if text.startswith(b"V|1|base_timestamp="):
         return _not_yet("clog", "TorchComms log")
     if b" NCCL INFO " in head or b"NCCL version " in head:

@@ -81,7 +81,7 @@ CONTENT: dict[str, tuple[bytes, str | None]] = {
     "other JSON": (b'{"a":1,"entriesx":2}', None),
     "entries deep inside": (b'{"a":{"entries":[],"version":1,"pg_config":2}}', None),
     "text": (b"hello world", None),
-    "zip": (b"PK\x03\x04rest", None),
+    "checkpoint": (b"PK\x03\x04" + b"\0" * 22 + b"\x10\0\0\0archive/data.pkl", None),
 }  # fmt: skip
 
 
