@@ -43,8 +43,8 @@ def _not_yet(format_: str, title: str) -> Kind:
 
 
 _KINETO = _not_yet("kineto", "Kineto (PyTorch profiler) trace")
-_EXECUTION_TRACE = _not_yet("execution_trace", "PyTorch execution trace")
-_CHAKRA = _not_yet("chakra", "Chakra trace")
+_EXECUTION_TRACE = Kind("execution_trace")
+_CHAKRA = Kind("chakra")
 _NCCL_LOG = _not_yet("nccl_log", "NCCL log")
 _RAS = _not_yet("ras", "NCCL RAS output")
 _UNKNOWN_JSON = Kind(None, "ignored", "JSON, but not a trace")
