@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import polars as pl
 
-from dl2gpu.trace.flight_recorder_comms import Comm, Dump, Job, resolve
+from dl2gpu.trace.flight_recorder_comms import Comm, Dump, Job, MemberLists, resolve
 from dl2gpu.trace.inputs import Input, Status, TraceFile
 from dl2gpu.trace.schema import (
     ANY,
@@ -147,10 +147,16 @@ def assemble(
         for dump in job.dumps:
             _describe(dump, by_dump[dump.index])
     resolve(distinct, load)
+    for dump, record in zip(dumps, records, strict=True):
+        if dump.refused is not None and record.refused is None and not record.calls:
+            # which rank it was makes no difference where it did not communicate
+            dump.refused, dump.ignored = None, "no communication in it, and no rank in its name"
     kept = sorted(
         ((d, by_dump[d.index]) for d in dumps if d.kept),
         key=lambda pair: (pair[0].job.index, pair[0].rank or 0),
     )
+    for job in distinct:
+        _forget_lone(job)
     strings = StringTable()
     rows = _Rows(strings)
     of_job: dict[int, list[tuple[Dump, Record]]] = defaultdict(list)
@@ -229,6 +235,16 @@ def _describe(dump: Dump, record: Record) -> None:
     if record.rank is not None:
         dump.header["rank"] = record.rank
     dump.groups = [(g.name, g.desc, None) for g in groups]
+
+
+def _forget_lone(job: Job) -> None:
+    """A job of one record has no size of its own: its default group is of unknown members."""
+    if len([d for d in job.dumps if d.kept]) != 1:
+        return
+    for comm in job.comms:
+        if comm.synthetic:
+            comm.members, comm.synthetic = MemberLists().of(None), False
+            job.world_size = None
 
 
 # --------------------------------------------------------------------------------------------------

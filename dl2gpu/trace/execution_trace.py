@@ -19,7 +19,7 @@ from dl2gpu.trace.files import cut_reason, load_ahead, read_bytes
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.schema import Trace
 
-__all__ = ["FORMAT", "lost_nodes", "read"]
+__all__ = ["FORMAT", "doubt_ranks", "lost_nodes", "read"]
 
 FORMAT = "execution_trace"
 
@@ -44,7 +44,7 @@ def read(
             records.append(Record(file, refused=str(content)))
         else:
             records.append(_record(file, content))
-    _doubt_ranks(records)
+    doubt_ranks(records)
     return assemble(records, FORMAT, load)
 
 
@@ -78,7 +78,7 @@ def lost_nodes(content: bytes, nodes: Nodes) -> list[str]:
     return lost
 
 
-def _doubt_ranks(records: list[Record]) -> None:
+def doubt_ranks(records: list[Record]) -> None:
     """Ranks that the contents give to several processes of a job are left to the names."""
     seen = Counter((r.file.folder, r.file.job, r.file.attempt, r.rank) for r in records)
     twice = {key[:3] for key, n in seen.items() if key[3] is not None and n > 1}

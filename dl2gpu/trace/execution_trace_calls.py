@@ -32,9 +32,7 @@ _OBJECT: Final = "<Object>"
 _DTYPE: Final = re.compile(r"Tensor\(([^()]*)\)")
 _SECRET: Final = frozenset({"", "undefined", "nullptr (uninitialized)"})
 _FUNCTIONAL: Final = re.compile(r"_?c10d_functional(?:_autograd)?::")
-_WRITTEN: Final = re.compile(
-    rb'"time"\s*:\s*"(\d{4})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)"'
-)
+_WRITTEN: Final = re.compile(rb'"time"\s*:\s*"(\d{4})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)"')
 
 
 @dataclass(slots=True)

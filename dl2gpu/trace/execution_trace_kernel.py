@@ -9,7 +9,17 @@ from typing import Final
 
 from dl2gpu.engine.native import Bytes, Int64Rows, Int64s, kernel
 
-__all__ = ["AT", "DAMAGED", "DEPTH", "FULL", "LARGEST_NODE", "NODES", "SLOTS", "START", "find_nodes"]
+__all__ = [
+    "AT",
+    "DAMAGED",
+    "DEPTH",
+    "FULL",
+    "LARGEST_NODE",
+    "NODES",
+    "SLOTS",
+    "START",
+    "find_nodes",
+]
 
 # slots of ``state``
 AT: Final = 0

@@ -51,9 +51,7 @@ def utf8(data: bytes) -> bytes:
     return data.removeprefix(b"\xef\xbb\xbf")
 
 
-def read_nodes(
-    data: bytes, names: Sequence[str] | None, found: Nodes
-) -> Iterator[dict[str, Any]]:
+def read_nodes(data: bytes, names: Sequence[str] | None, found: Nodes) -> Iterator[dict[str, Any]]:
     """The decoded nodes of ``data`` whose names begin with one of ``names`` (None: all).
 
     Never raises for the content; ``found`` is filled on the way, and whole at the end.

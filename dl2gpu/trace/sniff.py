@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from dl2gpu.trace.chakra_frames import is_framed
 from dl2gpu.trace.files import read_head, read_tail
 from dl2gpu.trace.inputs import Status
 
@@ -237,14 +238,9 @@ def _text(head: bytes, text: bytes) -> Kind:
         return _RAS
     if b" entering at walltime " in head:
         return _not_yet("dumpi", "DUMPI text trace")
-    if _is_chakra(head):
+    if is_framed(head):
         return _CHAKRA
     return _UNKNOWN
-
-
-def _is_chakra(head: bytes) -> bool:
-    """A length and a protobuf message GlobalMetadata: field 1, a version such as "0.0.4"."""
-    return re.match(rb"[\x04-\x7f]\n[\x03-\x10]\d+\.\d+\.\d+", head) is not None
 
 
 def _json_start(head: bytes) -> bytes:
