@@ -71,8 +71,9 @@ def summary_of(f: Finding) -> str:
     if "uncompared_operations" in f.details:
         count, ranks = f.details["uncompared_operations"], f.details["uncompared_ranks"]
         return (
-            f"{count} collectives of {ranks_text(ranks)} could not be set against those of other "
-            "ranks: the records are windows that name neither their place nor their members."
+            f"{count} collective{'s' * (count != 1)} of {ranks_text(ranks)} could not be set "
+            "against those of other ranks: the records are windows that do not tell their place in "
+            "the run, or who takes part."
         )
     if "windows_ended" in f.details:
         ended = ranks_text(f.details["windows_ended"])

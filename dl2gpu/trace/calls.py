@@ -244,7 +244,8 @@ def _forget_lone(job: Job) -> None:
     for comm in job.comms:
         if comm.synthetic:
             comm.members, comm.synthetic = MemberLists().of(None), False
-            job.world_size = None
+    if not any(comm.ranks for comm in job.comms):
+        job.world_size = None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -260,9 +261,11 @@ def _ordinals(members: list[tuple[Dump, Record]]) -> dict[int, list[int | None]]
     out: dict[int, list[int | None]] = {d.index: [None] * len(r.calls) for d, r in members}
     uses: dict[Comm, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     mixed: set[Comm] = set()
+    begins: set[tuple[int, Comm]] = set()
     by_index = {d.index: (d, r) for d, r in members}
     for dump, record in members:
         comm_of = _comm_of(dump, record)
+        begins |= {(dump.index, comm) for comm in _beginnings(record, comm_of)}
         for at, call in enumerate(record.calls):
             comm = comm_of[call.group]
             if call.op not in _P2P:
@@ -281,11 +284,7 @@ def _ordinals(members: list[tuple[Dump, Record]]) -> dict[int, list[int | None]]
             continue
         present = {d.rank: d.index for d, _ in members}
         here = [present[r] for r in comm.ranks if r in present] if comm.ranks else list(users)
-        whole = all(
-            record.whole or _first(dump, record, comm) in {0, 1}
-            for dump, record in (by_index[i] for i in here)
-        )
-        if not whole:
+        if not all((i, comm) in begins for i in here):
             signs = {tuple(_sign(by_index[i][1].calls[at]) for at in users[i]) for i in here}
             if len(signs) != 1 or not comm.ranks:
                 continue
@@ -305,12 +304,19 @@ def _rising(numbers: list[int | None]) -> bool:
     return len(known) == len(numbers) and known == sorted(known)
 
 
-def _first(dump: Dump, record: Record, comm: Comm) -> int | None:
-    """Lowest number of the calls on ``comm``; None where one has none, or there are none."""
-    comm_of = _comm_of(dump, record)
-    numbers = [c.number for c in record.calls if comm_of[c.group] is comm]
-    known = [n for n in numbers if n is not None]
-    return min(known) if known and len(known) == len(numbers) else None
+def _beginnings(record: Record, comm_of: dict[Group, Comm]) -> set[Comm]:
+    """Communicators of which the record is known to hold the first call."""
+    if record.whole:
+        return set(comm_of.values())
+    first: dict[Comm, int] = {}
+    unnumbered: set[Comm] = set()
+    for call in record.calls:
+        comm = comm_of[call.group]
+        if call.number is None:  # the others then say nothing
+            unnumbered.add(comm)
+        else:
+            first[comm] = min(call.number, first.get(comm, call.number))
+    return {comm for comm, number in first.items() if number <= 1} - unnumbered
 
 
 def _sign(call: Call) -> tuple[Any, ...]:
@@ -353,14 +359,13 @@ class _Rows:
         """The calls and waits of one file."""
         comm_of = _comm_of(dump, record)
         waits = {w.before: w.calls for w in record.waits if w.calls}
-        position_of = {c: {r: i for i, r in enumerate(c.ranks)} for c in set(comm_of.values())}
         for at, call in enumerate(record.calls):
             if at in waits:
                 self._wait(dump, at, waits[at])
             comm = comm_of[call.group]
             own = dump.rank if dump.rank is not None else -1
             peer = _global(call.peer, comm) if not call.global_peer else call.peer
-            if peer is not None and peer != ANY and comm.ranks and peer not in position_of[comm]:
+            if peer is not None and peer != ANY and comm.ranks and peer not in comm.members:
                 peer = None
             self._call(dump, at, call, comm, peer, ordinals[at], own)
         if len(record.calls) in waits:

@@ -1,9 +1,9 @@
 """Reader of Chakra execution traces: files of protobuf messages (``.et``), and JSON.
 
-Chakra holds the graph of what one rank does, for simulators and replay. Converted from PyTorch it is
-a window of a run, with host and device nodes of the same call; generated, it is a program. It knows
-a process group by its name only: who its members are is not in it, so nothing is claimed of calls
-that only position would match. Source: FORMATS.md sections 4.2 to 4.4.
+Chakra holds the graph of what one rank does, for simulators and replay. Converted from PyTorch it
+is a window of a run, with host and device nodes of the same call; generated, it is a program. It
+knows a process group by its name only: who its members are is not in it, so nothing is claimed of
+calls that only position would match. Source: FORMATS.md sections 4.2 to 4.4.
 """
 
 from __future__ import annotations
@@ -152,7 +152,6 @@ def _operation(node: Node) -> tuple[str, bool]:
     kernel = _KERNEL.search(node.name)
     name = kernel[1] if kernel else _PIECE.sub("", node.name).rpartition("::")[2]
     meaning = operation(name)
-    op = "all_to_all" if meaning.op == "all_to_all_v" else meaning.op
-    if op in {"comm_create", "coalesced"}:
-        return f"{op} (no group)", False
-    return op, meaning.known
+    if meaning.op in {"comm_create", "coalesced"}:
+        return node.name, False
+    return ("all_to_all" if meaning.op == "all_to_all_v" else meaning.op), meaning.known

@@ -1,6 +1,6 @@
 """The nodes of a Chakra trace in program order, from protobuf or from JSON.
 
-Program order is an order that keeps all dependencies; where they leave it open, that of the numbers.
+Program order is one that keeps all dependencies; where they leave it open, that of the numbers.
 Source: FORMATS.md 4.2 (protobuf), 4.3 (JSON).
 """
 
@@ -60,7 +60,8 @@ class Graph:
 def from_protobuf(data: bytes) -> Graph:
     """The graph of a file of messages.
 
-    Memory: the file, 40 bytes a message and 12 a dependency (of 3 and 1 bytes in the file at least).
+    Memory: the file, and up to 80 bytes a message and 40 a dependency (which have at least 3 and 1
+    in the file).
 
     Raises:
         InputError: no message of it is one of a Chakra trace.

@@ -50,7 +50,7 @@ def read(
 
 def _record(file: TraceFile, content: bytes) -> Record:
     data = utf8(content)
-    process = Process(data[: 64 << 10])
+    process = Process(data[: 64 << 10], len(data))
     nodes = Nodes()
     for node in read_nodes(data, Process.WANTED, nodes):
         process.add(node)

@@ -28,6 +28,8 @@ _IN_AND_OUT: Final = frozenset(
     {"all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "gather", "scatter"}
 )
 """c10d operations whose first argument is what they fill, and the second what they take."""
+_UNFOLD: Final = 16
+_UNFOLD_FREE: Final = 1 << 16
 _OBJECT: Final = "<Object>"
 _DTYPE: Final = re.compile(r"Tensor\(([^()]*)\)")
 _SECRET: Final = frozenset({"", "undefined", "nullptr (uninitialized)"})
@@ -106,7 +108,7 @@ class Process:
         "## process_group:init ##",
     )  # fmt: skip
 
-    def __init__(self, head: bytes) -> None:
+    def __init__(self, head: bytes, size: int) -> None:
         self._nodes: list[_Node] = []
         self._config: dict[str, Group] = {}
         self._backend_ids: dict[int, str] = {}
@@ -114,6 +116,8 @@ class Process:
         self._groups: dict[Any, Group] = {}
         self._local_sizes: dict[int, int] = {}
         self._head = head
+        # a few bytes may stand for a group of a million: what they unfold to is bounded by the file
+        self._budget = _UNFOLD * size + _UNFOLD_FREE
         self.odd = 0
         """Nodes of communication whose arguments are not understood."""
         self.cut_config = False
@@ -168,8 +172,8 @@ class Process:
                 continue
             size = natural(one.get("group_size"), LARGEST_GROUP)
             ranks = member_list(one.get("ranks"))
-            if not ranks and one.get("ranks") == [] and size:
-                ranks = tuple(range(size))  # an empty list stands for all
+            if not ranks and one.get("ranks") == []:
+                ranks = self._spread(0, 1, size)  # an empty list stands for all
             name, desc = one["pg_name"], one.get("pg_desc")
             self._config[name] = Group(
                 name, desc if isinstance(desc, str) else "", ranks or None, size
@@ -191,11 +195,11 @@ class Process:
             known = self._config.get(name)
             if known is not None:
                 return known
-            start, stride = (natural(s, LARGEST_GROUP) for s in (spread[:2] + [None] * 2)[:2])
-            ranks = None
-            if start is not None and stride and size and size <= LARGEST_GROUP:
-                ranks = tuple(range(start, start + stride * size, stride))
-            return self._groups.setdefault((name, desc), Group(name, desc, ranks, size))
+            if (name, desc) not in self._groups:
+                start, stride = (natural(s, LARGEST_GROUP) for s in (*spread[:2], None, None)[:2])
+                ranks = self._spread(start, stride, size) if start is not None else ()
+                self._groups[name, desc] = Group(name, desc, ranks or None, size)
+            return self._groups[name, desc]
         address = told if type(told) is int else 0
         if size:
             self._local_sizes[address] = max(size, self._local_sizes.get(address, 0))
@@ -203,6 +207,13 @@ class Process:
         if key not in self._groups:
             self._groups[key] = Group(f"pid{self._pid}:{address:#x}", local=True)
         return self._groups[key]
+
+    def _spread(self, start: int, step: int | None, size: int | None) -> tuple[int, ...]:
+        """Evenly spread ranks; none where that is not told, or more than the file can stand for."""
+        if not step or not size or size > self._budget:
+            return ()
+        self._budget -= size
+        return tuple(range(start, start + step * size, step))
 
     # --- nodes
 
@@ -221,7 +232,7 @@ class Process:
         if isinstance(told, list):
             spread, size = rest[:2], rest[2] if len(rest) > 2 else None
         size = natural(size, LARGEST_GROUP) or natural(attrs.get("pg_size"), LARGEST_GROUP)
-        if isinstance(sequence, list):
+        if isinstance(sequence, list) and number is not None:
             seen.is_p2p = bool(sequence[1])
         if name == "wait":
             seen.waits_for = number

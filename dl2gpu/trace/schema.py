@@ -127,8 +127,8 @@ STATE: Final = {"unknown": 0, "scheduled": 1, "started": 2, "completed": 3}
 MODE: Final = {"all": 0, "any": 1, "some": 2}
 SEND_MODE: Final = {"standard": 0, "synchronous": 1, "buffered": 2, "ready": 3}
 EXIT: Final = {"unknown": 0, "finished": 1, "crashed": 2, "killed": 3, "alive": 4, "window": 5}
-"""How a rank ended. "window": the recorder stopped, or lost its tail, while the rank went on: what is
-not in the record may have come later."""
+"""How a rank ended. "window": the recorder stopped, or lost its tail, while the rank went on: what
+is not in the record may have come later."""
 
 FLAG: Final = {
     # state was derived from a weaker sign (gloo: `retired`), or is known to lie (abort)
