@@ -46,6 +46,7 @@ def _not_yet(format_: str, title: str) -> Kind:
 _KINETO = _not_yet("kineto", "Kineto (PyTorch profiler) trace")
 _EXECUTION_TRACE = Kind("execution_trace")
 _CHAKRA = Kind("chakra")
+_OTF2 = Kind("otf2")
 _NCCL_LOG = _not_yet("nccl_log", "NCCL log")
 _RAS = _not_yet("ras", "NCCL RAS output")
 _UNKNOWN_JSON = Kind(None, "ignored", "JSON, but not a trace")
@@ -168,6 +169,10 @@ def classify(head: bytes, name: str) -> Kind:
         return _pickle(head, pickle.group(1), name)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         head = head.decode("utf-16", "replace").encode("utf-8", "replace")
+    if head.startswith(b"\x03") and head[2:6] == b"OTF2":
+        return _OTF2
+    if head.startswith(b"\x03B\x01\0") and name.endswith((".def", ".evt", ".snap", ".thumb")):
+        return Kind(None, "ignored", "part of an OTF2 archive, which is read by its .otf2 file")
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text[:1] in (b"{", b"["):
         kind = _json(text)
