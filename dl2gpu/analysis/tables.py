@@ -300,7 +300,8 @@ def _passed(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> Ar
 
     The record of a rank that was alive, died or was killed, or that is a window, is the prefix that
     it had issued: all but the last operation of a lane was passed. A host operation that blocks was
-    then complete, and what stands before a wait for everything was complete when the host passed that wait.
+    then complete, and what stands before a wait for everything was complete when the host passed
+    that wait.
     """
     prefix = (
         ranks["exit"].is_in([EXIT[e] for e in ("alive", "crashed", "killed", "window")]).to_numpy()
