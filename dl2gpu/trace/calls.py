@@ -273,35 +273,48 @@ def _ordinals(members: list[tuple[Dump, Record]]) -> dict[int, list[int | None]]
             elif not record.separate:
                 mixed.add(comm)
     for comm, users in uses.items():
-        numbers = {
-            index: [by_index[index][1].calls[at].number for at in ats]
-            for index, ats in users.items()
-        }
-        if comm not in mixed and all(map(_rising, numbers.values())):
-            for index, ats in users.items():
-                for at, number in zip(ats, numbers[index], strict=True):
-                    out[index][at] = number
-            continue
         present = {d.rank: d.index for d, _ in members}
         here = [present[r] for r in comm.ranks if r in present] if comm.ranks else list(users)
-        if not all((i, comm) in begins for i in here):
-            signs = {tuple(_sign(by_index[i][1].calls[at]) for at in users[i]) for i in here}
+        used = {i: [by_index[i][1].calls[at] for at in users[i]] for i in here if i in users}
+        from_start = all((i, comm) in begins for i in here)
+        steady = from_start or all(by_index[i][1].separate for i in used)
+        if comm not in mixed and _numbered(list(used.values()), steady):
+            for index, ats in users.items():
+                for at in ats:
+                    out[index][at] = by_index[index][1].calls[at].number
+            continue
+        if not from_start:
+            signs = {tuple(map(_sign, used.get(i, ()))) for i in here}
             if len(signs) != 1 or not comm.ranks:
                 continue
-        for index, ats in list(users.items()):
+        for index, ats in users.items():
             for position, at in enumerate(ats):
                 out[index][at] = position
+                by_index[index][1].calls[at].flags |= FLAG["ordinal_inferred"]
     return out
+
+
+def _numbered(members: list[list[Call]], steady: bool) -> bool:
+    """Can the source's numbers be compared between the members' calls?
+
+    Where they also count messages (``steady`` is false), and the start of a record is lost, what
+    came before may have moved them on some members only. Then the members must agree at the first
+    number that all have.
+    """
+    for calls in members:
+        numbers = [c.number for c in calls]
+        known = [n for n in numbers if n is not None]
+        if len(known) != len(numbers) or known != sorted(known):
+            return False
+    if steady or len(members) < 2:
+        return True
+    first = max(c[0].number or 0 for c in members)
+    return len({_sign(c) for calls in members for c in calls if c.number == first}) <= 1
 
 
 def _comm_of(dump: Dump, record: Record) -> dict[Group, Comm]:
     groups = dict.fromkeys(c.group for c in record.calls)
     return dict(zip(groups, dump.group_comms, strict=True))
-
-
-def _rising(numbers: list[int | None]) -> bool:
-    known = [n for n in numbers if n is not None]
-    return len(known) == len(numbers) and known == sorted(known)
 
 
 def _beginnings(record: Record, comm_of: dict[Group, Comm]) -> set[Comm]:
