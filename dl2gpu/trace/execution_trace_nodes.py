@@ -51,9 +51,12 @@ def utf8(data: bytes) -> bytes:
     return data.removeprefix(b"\xef\xbb\xbf")
 
 
-def read_nodes(data: bytes, names: Sequence[str] | None, found: Nodes) -> Iterator[dict[str, Any]]:
+def read_nodes(
+    data: bytes, names: Sequence[str] | None, found: Nodes, bare: bool = False
+) -> Iterator[dict[str, Any]]:
     """The decoded nodes of ``data`` whose names begin with one of ``names`` (None: all).
 
+    Nodes are the objects in the lists of the outer object; with ``bare``, those of an outer list.
     Never raises for the content; ``found`` is filled on the way, and whole at the end.
     """
     text = np.frombuffer(data, dtype=np.uint8)
@@ -61,7 +64,7 @@ def read_nodes(data: bytes, names: Sequence[str] | None, found: Nodes) -> Iterat
     patterns = np.frombuffer(b"".join(spelled) or b"\0", dtype=np.uint8)
     ends = np.cumsum([len(s) for s in spelled], dtype=np.int64)
     state = np.zeros(kernel.SLOTS, dtype=np.int64)
-    state[kernel.START] = -1
+    state[kernel.START], state[kernel.DEPTH] = -1, int(bare)
     out = np.empty((_AT_ONCE, 2), dtype=np.int64)
     damages = 0
     while True:
@@ -87,7 +90,7 @@ def read_nodes(data: bytes, names: Sequence[str] | None, found: Nodes) -> Iterat
             return
         found.lost += 1
         state[kernel.AT], state[kernel.DEPTH], state[kernel.START] = after.start(), 2, -1
-    found.closed = int(state[kernel.DEPTH]) == 0
+    found.closed = int(state[kernel.DEPTH]) == int(bare)
 
 
 def _decode(node: bytes) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ READERS: Final[dict[str, str]] = {
     "execution_trace": "dl2gpu.trace.execution_trace",
     "chakra": "dl2gpu.trace.chakra",
     "otf2": "dl2gpu.trace.otf2_archive",
+    "param": "dl2gpu.trace.param",
 }
 """Module of each format; its ``read(files)`` gives the trace and an Input for each file."""
 

@@ -47,6 +47,7 @@ _KINETO = _not_yet("kineto", "Kineto (PyTorch profiler) trace")
 _EXECUTION_TRACE = Kind("execution_trace")
 _CHAKRA = Kind("chakra")
 _OTF2 = Kind("otf2")
+_PARAM = Kind("param")
 _NCCL_LOG = _not_yet("nccl_log", "NCCL log")
 _RAS = _not_yet("ras", "NCCL RAS output")
 _UNKNOWN_JSON = Kind(None, "ignored", "JSON, but not a trace")
@@ -201,7 +202,7 @@ def _json(text: bytes) -> Kind:
         if "ph" in names:
             return _KINETO
         if "comms" in names:
-            return _not_yet("param", "PARAM communication trace")
+            return _PARAM
         return _UNKNOWN_JSON
     if keys.get("format") == "dl2gpu.trace" or (
         keys.get("kind") in ("header", "comm", "op", "end") and "ph" not in names
