@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from dl2gpu.report.model import Report
 
-RENDERED_FORMS: Final = re.compile(r"__frj?\d")
+RENDERED_FORMS: Final = re.compile(r"__(frj?\d|et\d|chakra)")
 """Forms of the rendered set that are checked: Flight Recorder pickles and JSON."""
 
 MEGATRON: Final[dict[str, list[int]]] = {

@@ -511,6 +511,12 @@ def _free(
             base, kind="insufficient_evidence", reason="no_data", evidence="inferred", victims=(),
             details=base.details | {"older_records": sorted(absent & stale[cause.job])},
         )  # fmt: skip
+    if ended := observed.windows_ended(p, cause.job, absent):
+        # the recorder stopped while they went on: their part may have come later
+        return replace(
+            base, kind="insufficient_evidence", reason="no_data", evidence="inferred", victims=(),
+            details=base.details | {"windows_ended": ended},
+        )  # fmt: skip
     if observed.went_on(p, cause.job, absent, here):
         # their own traffic goes on: they are neither late nor dead, they are not going to come
         return replace(base, kind="missing_participant", reason="other_group", deadlocked=None)

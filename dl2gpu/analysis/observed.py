@@ -15,9 +15,13 @@ from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.matching import Matching
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Fixpoint, Program
-from dl2gpu.analysis.tables import KIND
+from dl2gpu.analysis.tables import KIND, is_collective
+from dl2gpu.trace.schema import EXIT
 
-__all__ = ["clock", "snapshot", "stale_ranks", "standstill", "went_on"]
+__all__ = [
+    "clock", "snapshot", "stale_ranks", "standstill", "uncompared", "went_on",
+    "windows_ended",
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
 
@@ -76,6 +80,43 @@ def stale_ranks(p: Program) -> dict[int, set[int]]:
         for job, rank in behind.select("job", "rank").unique().iter_rows():
             out.setdefault(job, set()).add(rank)
     return out
+
+
+def windows_ended(p: Program, job: int, ranks: set[int]) -> list[int]:
+    """Those of ``ranks`` whose record is a window: what it lacks at its end may have come later."""
+    rows = p.matching.prepared.ranks
+    found = rows.filter(
+        (pl.col("job") == job)
+        & pl.col("rank").is_in(sorted(ranks))
+        & (pl.col("exit") == EXIT["window"])
+    )
+    return sorted(int(r) for r in found["rank"])
+
+
+def uncompared(m: Matching) -> pl.DataFrame:
+    """What of jobs that are recorded as windows could not be set against other ranks.
+
+    Columns ``job``, ``operations`` (collectives of more than one member that met none, since the
+    source tells neither their number nor the members), ``ranks`` (who issued them, sorted).
+    """
+    rows = m.prepared.ranks
+    jobs = rows.filter(pl.col("exit") == EXIT["window"]).select("job").unique()
+    if jobs.is_empty():
+        return pl.DataFrame(
+            schema={"job": pl.Int32, "operations": pl.UInt32, "ranks": pl.List(pl.Int32)}
+        )
+    sizes = m.prepared.comms.select("comm", "size")
+    return m.prepared.engine.collect(
+        m.events.lazy()
+        .filter(is_collective(pl.col("op")) & pl.col("ordinal").is_null())
+        .select("job", "comm", "rank", "k")
+        .join(jobs.lazy(), on="job", how="semi")
+        .join(sizes.lazy(), on="comm")
+        .filter((pl.col("size") != 1) & ((pl.col("k").fill_null(-1) < 0) | (pl.col("size") == 0)))
+        .group_by("job")
+        .agg(operations=pl.len(), ranks=pl.col("rank").unique().sort())
+        .sort("job")
+    )
 
 
 def went_on(p: Program, job: int, absent: set[int], here: list[int]) -> bool:

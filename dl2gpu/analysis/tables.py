@@ -298,12 +298,13 @@ def _facts(
 def _passed(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> Array:
     """bool[n]: what a record without states shows to be complete, because its host went on.
 
-    The record of a rank that was alive, died or was killed is the prefix that it had issued: all
-    but the last operation of a lane was passed. A host operation that blocks was then complete, and
-    what stands before a wait for everything was complete when the host passed that wait.
+    The record of a rank that was alive, died or was killed, or that is a window, is the prefix that
+    it had issued: all but the last operation of a lane was passed. A host operation that blocks was
+    then complete, and what stands before a wait for everything was complete when the host passed
+    that wait.
     """
     prefix = (
-        ranks["exit"].is_in([EXIT["alive"], EXIT["crashed"], EXIT["killed"]]).to_numpy()
+        ranks["exit"].is_in([EXIT[e] for e in ("alive", "crashed", "killed", "window")]).to_numpy()
         & ~jobs["states"].to_numpy().astype(np.bool_)[ranks["job"].to_numpy()]
         # of a source that records waits
         & jobs["waits"].fill_null(False).to_numpy()[ranks["job"].to_numpy()]

@@ -134,6 +134,7 @@ def analyse_matched(m: Matching) -> Analysis:
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
     findings += _passed_mismatches(p, names, findings)
+    findings += _uncompared(m, findings)
     findings = _across_attempts(m, _merge(findings))
     findings = [_with_last(p, names, f, issued) for f in findings]
     return _conclude(m, findings, open_jobs)
@@ -226,6 +227,19 @@ def _passed_mismatches(p: Program, names: Names, findings: list[Finding]) -> lis
         )  # fmt: skip
         out.append(replace(f, details=f.details | {"operations": count}, deadlocked=False))
     return out
+
+
+def _uncompared(m: Matching, findings: list[Finding]) -> list[Finding]:
+    """Jobs whose records cannot be set against each other: they are not known to be healthy."""
+    named = {f.job for f in findings}
+    return [
+        Finding(
+            job=job, kind="insufficient_evidence", evidence="inferred", reason="no_data",
+            details={"uncompared_operations": operations, "uncompared_ranks": ranks},
+        )
+        for job, operations, ranks in observed.uncompared(m).iter_rows()
+        if job not in named
+    ]  # fmt: skip
 
 
 def _across_attempts(m: Matching, findings: list[Finding]) -> list[Finding]:

@@ -411,8 +411,11 @@ def rank_fates(p: Program, fix: Fixpoint, lane_stuck: Array, queue_stuck: Array)
 
 
 def _silent_hosts(p: Program, fate: Array) -> Array:
-    """bool[ranks]: free at the end of the record, and the record shows no host waits at all."""
-    waits = np.zeros(len(fate), np.bool_)
+    """bool[ranks]: free at the end of the record, and the record shows no host waits at all.
+
+    A host that went on after its record (a window) is not assumed to stand anywhere.
+    """
+    waits = (p.matching.prepared.ranks["exit"] == EXIT["window"]).fill_null(False).to_numpy().copy()
     host = p.kernel["host_blocks"] & (p.stream < 0)
     waits[p.r[host]] = True
     silent: Array = (fate == FATE["free"]) & ~waits

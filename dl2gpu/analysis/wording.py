@@ -68,6 +68,16 @@ def summary_of(f: Finding) -> str:
         return f"All participants are present and agree at {at}, and it does not complete."
     if f.reason == "other_attempt":
         return f"{waiting} for {gone}, whose record is of another attempt of the job."
+    if "uncompared_operations" in f.details:
+        count, ranks = f.details["uncompared_operations"], f.details["uncompared_ranks"]
+        return (
+            f"{count} collective{'s' * (count != 1)} of {ranks_text(ranks)} could not be set "
+            "against those of other ranks: the records are windows that do not tell their place in "
+            "the run, or who takes part."
+        )
+    if "windows_ended" in f.details:
+        ended = ranks_text(f.details["windows_ended"])
+        return f"The record of {ended} ends before {at}: whether they came to it is not recorded."
     if f.reason == "no_data":
         return f"{waiting} for {gone}, of which there is no usable record."
     return (

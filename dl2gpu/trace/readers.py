@@ -17,6 +17,10 @@ READERS: Final[dict[str, str]] = {
     "native": "dl2gpu.trace.native",
     "parquet": "dl2gpu.trace.native_parquet",
     "flight_recorder": "dl2gpu.trace.flight_recorder",
+    "execution_trace": "dl2gpu.trace.execution_trace",
+    "chakra": "dl2gpu.trace.chakra",
+    "otf2": "dl2gpu.trace.otf2_archive",
+    "param": "dl2gpu.trace.param",
 }
 """Module of each format; its ``read(files)`` gives the trace and an Input for each file."""
 

@@ -126,7 +126,9 @@ def op_name(code: int, strings: Sequence[str]) -> str:
 STATE: Final = {"unknown": 0, "scheduled": 1, "started": 2, "completed": 3}
 MODE: Final = {"all": 0, "any": 1, "some": 2}
 SEND_MODE: Final = {"standard": 0, "synchronous": 1, "buffered": 2, "ready": 3}
-EXIT: Final = {"unknown": 0, "finished": 1, "crashed": 2, "killed": 3, "alive": 4}
+EXIT: Final = {"unknown": 0, "finished": 1, "crashed": 2, "killed": 3, "alive": 4, "window": 5}
+"""How a rank ended. "window": the recorder stopped, or lost its tail, while the rank went on: what
+is not in the record may have come later."""
 
 FLAG: Final = {
     # state was derived from a weaker sign (gloo: `retired`), or is known to lie (abort)
@@ -145,6 +147,8 @@ FLAG: Final = {
     "stream_inferred": 64,
     # an unknown collective, treated as synchronising
     "unknown_op": 128,
+    # the ordinal is not the source's: the ranks' sequences were laid over each other
+    "ordinal_inferred": 256,
 }
 """Bits of the ``flags`` column."""
 

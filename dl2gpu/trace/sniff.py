@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from dl2gpu.trace.chakra_frames import is_framed
 from dl2gpu.trace.containers_index import container_kind, no_archive_of_traces
 from dl2gpu.trace.files import read_head, read_tail
 from dl2gpu.trace.inputs import Stamp, Status
@@ -45,8 +46,10 @@ def _not_yet(format_: str, title: str) -> Kind:
 
 
 _KINETO = _not_yet("kineto", "Kineto (PyTorch profiler) trace")
-_EXECUTION_TRACE = _not_yet("execution_trace", "PyTorch execution trace")
-_CHAKRA = _not_yet("chakra", "Chakra trace")
+_EXECUTION_TRACE = Kind("execution_trace")
+_CHAKRA = Kind("chakra")
+_OTF2 = Kind("otf2")
+_PARAM = Kind("param")
 _NCCL_LOG = _not_yet("nccl_log", "NCCL log")
 _RAS = _not_yet("ras", "NCCL RAS output")
 _UNKNOWN_JSON = Kind(None, "ignored", "JSON, but not a trace")
@@ -174,6 +177,10 @@ def classify(head: bytes, name: str) -> Kind:
         return _pickle(head, pickle.group(1), name)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         head = head.decode("utf-16", "replace").encode("utf-8", "replace")
+    if head.startswith(b"\x03") and head[2:6] == b"OTF2":
+        return _OTF2
+    if head.startswith(b"\x03B\x01\0") and name.endswith((".def", ".evt", ".snap", ".thumb")):
+        return Kind(None, "ignored", "part of an OTF2 archive, which is read by its .otf2 file")
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text[:1] in (b"{", b"["):
         kind = _json(text)
@@ -202,7 +209,7 @@ def _json(text: bytes) -> Kind:
         if "ph" in names:
             return _KINETO
         if "comms" in names:
-            return _not_yet("param", "PARAM communication trace")
+            return _PARAM
         return _UNKNOWN_JSON
     if keys.get("format") == "dl2gpu.trace" or (
         keys.get("kind") in ("header", "comm", "op", "end") and "ph" not in names
@@ -244,14 +251,9 @@ def _text(head: bytes, text: bytes) -> Kind:
         return _RAS
     if b" entering at walltime " in head:
         return _not_yet("dumpi", "DUMPI text trace")
-    if _is_chakra(head):
+    if is_framed(head):
         return _CHAKRA
     return _UNKNOWN
-
-
-def _is_chakra(head: bytes) -> bool:
-    """A length and a protobuf message GlobalMetadata: field 1, a version such as "0.0.4"."""
-    return re.match(rb"[\x04-\x7f]\n[\x03-\x10]\d+\.\d+\.\d+", head) is not None
 
 
 def _json_start(head: bytes) -> bytes:
