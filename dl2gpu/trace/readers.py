@@ -19,6 +19,7 @@ READERS: Final[dict[str, str]] = {
     "flight_recorder": "dl2gpu.trace.flight_recorder",
     "execution_trace": "dl2gpu.trace.execution_trace",
     "chakra": "dl2gpu.trace.chakra",
+    "clog": "dl2gpu.trace.clog",
     "otf2": "dl2gpu.trace.otf2_archive",
     "param": "dl2gpu.trace.param",
 }

@@ -48,6 +48,7 @@ def _not_yet(format_: str, title: str) -> Kind:
 _KINETO = _not_yet("kineto", "Kineto (PyTorch profiler) trace")
 _EXECUTION_TRACE = Kind("execution_trace")
 _CHAKRA = Kind("chakra")
+_CLOG = Kind("clog")
 _OTF2 = Kind("otf2")
 _PARAM = Kind("param")
 _NCCL_LOG = _not_yet("nccl_log", "NCCL log")
@@ -242,7 +243,7 @@ def _text(head: bytes, text: bytes) -> Kind:
     if head[257:262] == b"ustar":
         return Kind(None, "quarantined", "a tar archive that is damaged from its beginning")
     if text.startswith(b"V|1|base_timestamp="):
-        return _not_yet("clog", "TorchComms log")
+        return _CLOG
     if b" NCCL INFO " in head or b"NCCL version " in head:
         return _NCCL_LOG
     if b"Watchdog caught" in head or b"ProcessGroupNCCL" in head:
