@@ -145,6 +145,8 @@ FLAG: Final = {
     "stream_inferred": 64,
     # an unknown collective, treated as synchronising
     "unknown_op": 128,
+    # the ordinal is not the source's: the ranks' sequences were laid over each other
+    "ordinal_inferred": 256,
 }
 """Bits of the ``flags`` column."""
 
