@@ -222,7 +222,7 @@ def _operations(s: Source, p: Profile, strings: StringTable) -> pl.DataFrame | N
         {
             "job": np.full(n, s.job.index, np.int32), "rank": np.full(n, s.rank, np.int32),
             "lane": _lane_of(c["thread"], lanes), "seq": np.arange(n, dtype=np.int64),
-            "op": c["op"], "stream": streams, "blocking": np.zeros(n, np.bool_),
+            "op": c["op"], "stream": streams, "blocking": p.blocked,
             "request": c["request"], "comm": number, "ordinal": _optional(c["ordinal"]),
             "peer": _optional(peer, ANY), "tag": _optional(c["tag"]), "root": _optional(root),
             "count": _optional(c["count"]), "count_out": _optional(c["count_out"]),

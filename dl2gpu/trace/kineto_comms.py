@@ -488,8 +488,15 @@ def _gave_up(job: Job, rows: dict[int, dict[int, npt.NDArray[np.bool_]]]) -> Non
             issued = max(int(p.columns["created"][row]) for p, row in parts)
             ops = {int(p.columns["op"][row]) for p, row in parts}
             all_long = len(slow_ones) == len(parts) and all(end for _, _, end in slow_ones)
-            for p, row, _ in slow_ones:
-                before = int(p.columns["completed"][row]) + _GAVE_UP_NS < issued
-                if before or (len(ops) > 1 and all_long):
-                    p.columns["state"][row] = STATE["started"]
-                    p.columns["completed"][row] = NULL
+            early = [
+                (p, row) for p, row, _ in slow_ones
+                if int(p.columns["completed"][row]) + _GAVE_UP_NS < issued
+            ]  # fmt: skip
+            if not early and not (len(ops) > 1 and all_long):
+                continue
+            # nobody has completed it, then; those who waited for it to the end stand in it
+            waited = {(id(p), row) for p, row in early} or {(id(p), r) for p, r, _ in slow_ones}
+            for p, row in parts:
+                p.columns["state"][row] = STATE["started"]
+                p.columns["completed"][row] = NULL
+                p.blocked[row] = (id(p), row) in waited

@@ -80,6 +80,8 @@ class Profile:
     """No event of the device: a profile of the CPU."""
     main: int = NULL
     """Number of the process, which is that of its main thread."""
+    blocked: Bits = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """Operations of the host that it stands in for sure."""
     notes: list[str] = field(default_factory=list)
     """What could not be recovered."""
 
@@ -202,6 +204,7 @@ class _Builder:
             backend=backend,
             host_only=not self.c.device,
             main=self._process(),
+            blocked=np.zeros(len(merged["op"]), np.bool_),
             notes=self.notes,
         )
 
