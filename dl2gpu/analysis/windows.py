@@ -56,7 +56,8 @@ def _weighed(p: Program, f: Finding) -> Finding:
             f, kind="potential", condition=_CONDITION, deadlocked=None, culprits=(),
             victims=tuple(sorted({*f.culprits, *f.victims})), details=f.details | {"kind": f.kind},
         )  # fmt: skip
-    if f.kind not in _ABSENT or (f.kind == "stalled_rank" and _waited_long(p, f)):
+    late = f.kind == "stalled_rank" and f.reason != "device"  # a kernel may have gone unrecorded
+    if f.kind not in _ABSENT or (late and _waited_long(p, f)):
         return f
     return replace(
         f, kind="insufficient_evidence", evidence="inferred", reason="window", condition=None,

@@ -24,6 +24,8 @@ _LOOKED_AT: Final = 2048
 """Operations that are compared."""
 _AGREE: Final = 0.5
 """Least share of the operations that must agree."""
+_DIFFER: Final = 0.1
+"""Most pairs that may differ in size and yet have completed."""
 _SAME: Final = 0.05
 """Shares that are this close count as equal."""
 _SKEW_NS: Final = 100_000_000
@@ -36,8 +38,11 @@ _LONG_NS: Final = 500_000_000
 class Sequence:
     """The collectives of one rank on one communicator, in order."""
 
+    op: Longs
     signature: Longs
-    """Equal for operations that could be the same."""
+    """Equal for operations that could be the same: operation, size and data type."""
+    done: npt.NDArray[np.bool_]
+    """Known to be complete."""
     created: Longs
     ended: Longs
     """ns; an operation that has no end has that of the window."""
@@ -67,7 +72,17 @@ def align(a: Sequence, b: Sequence) -> int | None:
     top = max(share for share, _, _ in best)
     if top < _AGREE:
         return 0 if _together(a, b) else None
-    return min((away, abs(s), s) for share, away, s in best if share >= top - _SAME)[2]
+    s = min((away, abs(s), s) for share, away, s in best if share >= top - _SAME)[2]
+    return s if _possible(a, b, s) else None
+
+
+def _possible(a: Sequence, b: Sequence, s: int) -> bool:
+    """Could the pairs have completed together? Different operations not, and sizes seldom differ."""
+    lo, hi = max(0, s), min(len(a.op), len(b.op) + s)
+    done = a.done[lo:hi] & b.done[lo - s : hi - s]
+    other = a.op[lo:hi] != b.op[lo - s : hi - s]
+    differ = a.signature[lo:hi] != b.signature[lo - s : hi - s]
+    return not (done & other).any() and (done & differ).sum() <= max(1, _DIFFER * done.sum())
 
 
 def _together(a: Sequence, b: Sequence) -> bool:

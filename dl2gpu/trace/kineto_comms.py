@@ -383,7 +383,8 @@ def _sequence(s: Source, rows: npt.NDArray[np.bool_]) -> Sequence:
     size = np.where(loose | (c["count"][at] == NULL), 0, c["count"][at])
     signature = (c["op"][at] * 1_000_003 + size) * 1_000_003 + np.maximum(c["dtype"][at], -1)
     ended = np.where(c["completed"][at] == NULL, s.end, c["completed"][at])
-    return Sequence(signature, c["created"][at], ended)
+    done = c["state"][at] == STATE["completed"]
+    return Sequence(c["op"][at], signature, done, c["created"][at], ended)
 
 
 def _comm_rows(s: Source) -> dict[int, npt.NDArray[np.bool_]]:
