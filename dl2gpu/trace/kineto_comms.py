@@ -384,6 +384,10 @@ def _sequence(s: Source, rows: npt.NDArray[np.bool_]) -> Sequence:
     signature = (c["op"][at] * 1_000_003 + size) * 1_000_003 + np.maximum(c["dtype"][at], -1)
     ended = np.where(c["completed"][at] == NULL, s.end, c["completed"][at])
     done = c["state"][at] == STATE["completed"]
+    # a host operation that took long may have failed at its end
+    done &= ((c["flags"][at] & FLAG["blocking_inferred"]) == 0) | (
+        c["completed"][at] - c["started"][at] < _GAVE_UP_NS
+    )
     return Sequence(c["op"][at], signature, done, c["created"][at], ended)
 
 

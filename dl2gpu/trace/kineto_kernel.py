@@ -49,6 +49,8 @@ FIELDS: Final = (
 """Wanted values, by their key in small letters; the first seven are the event's own."""
 _OWN: Final = 7
 _DEEPEST: Final = 60
+_ROOM: Final = 900_000_000_000_000_000
+"""A number below it has room for one more digit."""
 _INCOMPLETE: Final = -1
 _FAULT: Final = -2
 
@@ -523,9 +525,9 @@ def numbers(buf: Bytes, n: int, spans: Int64Rows, field: int, shift: int, out: I
         while fine and i < e:
             c = buf[i]
             if 48 <= c <= 57:
-                if digits < 18:
+                if value < _ROOM:
                     value = value * 10 + (c - 48)
-                    digits += value > 0
+                    digits += 1
                     fraction += point
                 elif not point:
                     fine = False
@@ -551,11 +553,11 @@ def numbers(buf: Bytes, n: int, spans: Int64Rows, field: int, shift: int, out: I
             elif c != 43 and c > _BLANK:
                 fine = False
             i += 1
-        if not fine or (digits == 0 and value == 0 and e - spans[row, 2 * field] == 0):
+        if not fine or digits == 0:
             continue
         power += shift - fraction
         while power > 0 and fine:
-            fine = value < 900_000_000_000_000_000
+            fine = value < _ROOM
             value *= 10
             power -= 1
         while power < 0:

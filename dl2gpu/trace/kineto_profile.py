@@ -115,6 +115,17 @@ def _by_text(ids: npt.NDArray[np.int32], strings: list[str], value: Callable[[st
     return out
 
 
+def _numbered(values: Longs) -> Longs:
+    """0, 1, 2, ... for the distinct values in the order of their first sight; NULL stays."""
+    known = np.flatnonzero(values != NULL)
+    distinct, first, back = np.unique(values[known], return_index=True, return_inverse=True)
+    place = np.empty(len(distinct), np.int64)
+    place[np.argsort(first)] = np.arange(len(distinct))
+    out = np.full(len(values), NULL, np.int64)
+    out[known] = place[back]
+    return out
+
+
 class _Builder:
     def __init__(self, c: Columns, base: int, strings: StringTable) -> None:
         self.c = c
@@ -189,6 +200,7 @@ class _Builder:
         merged = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]} if parts else device
         order = self._program_order(merged)
         merged = {k: v[order] for k, v in merged.items()}
+        merged["batch"] = _numbered(merged["batch"])
         merged["request"] = np.arange(1, len(order) + 1, dtype=np.int64)
         waits = self._waits(records[is_wait], merged)
         host_rows = len(host["op"]) if host else 0
@@ -274,6 +286,10 @@ class _Builder:
         spans = self._in_order(self.rows(Kind.SPAN))
         calls = self._in_order(self.rows(Kind.CALL))
         op = self._op_codes(self.text("collective name", records))
+        # a call makes one operation; what else is recorded inside it waits for that
+        again = np.ones(len(records), np.bool_)
+        again[np.unique(around, return_index=True)[1]] = False
+        around = np.where(again, -1, around)
         for place, events in ((span_of, spans), (around, calls)):
             missing = (op == NULL) & (place >= 0)
             op[missing] = self._op_codes(self.text("name", events[place[missing]]))

@@ -209,6 +209,8 @@ def _json(text: bytes) -> Kind:
         return _EXECUTION_TRACE
     if names & {"traceEvents", "deviceProperties", "distributedInfo", "schemaVersion"}:
         return KINETO
+    if {"ph", "ts", "pid"} <= names:
+        return KINETO  # the bracket before the first event is missing
     if {"communicators", "nccl_version"} <= names:
         return _RAS
     if "header" in names and names & {"coll_perf", "p2p_perf"}:
