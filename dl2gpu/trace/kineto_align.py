@@ -2,8 +2,8 @@
 
 A profile is a window. PyTorch numbers collectives (``Seq``) since about 2.8; before, the k-th call
 in one window need not be the k-th in another. The sequences of two ranks are laid against each
-other at every shift within reach: where they agree best, and of several such shifts (training
-repeats itself) where the clocks agree best, they belong. Where nothing fits, nothing is claimed.
+other at every shift within reach: where most agree, and of several such shifts (training repeats
+itself) where the clocks agree best, they belong. Where nothing fits, nothing is claimed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _AGREE: Final = 0.5
 """Least share of the operations that must agree."""
 _DIFFER: Final = 0.1
 """Most pairs that may differ in size and yet have completed."""
-_SAME: Final = 0.05
-"""Shares that are this close count as equal."""
+_SAME: Final = 0.85
+"""A shift is as likely as the best one where this share as many agree: the ends may part."""
 _SKEW_NS: Final = 100_000_000
 """Clocks of two hosts may differ by this much, or by a tenth of the window."""
 _LONG_NS: Final = 500_000_000
@@ -55,7 +55,7 @@ def align(a: Sequence, b: Sequence) -> int | None:
         return None
     window = min(int(x.created[-1] - x.created[0]) for x in (a, b))
     allowed = max(_SKEW_NS, window // 10)
-    best: list[tuple[float, int, int]] = []
+    found: dict[int, tuple[int, int]] = {}  # shift: how many agree, ns between the clocks
     for s in range(-min(_REACH, n_b - 1), min(_REACH, n_a - 1) + 1):
         lo, hi = max(0, s), min(n_a, n_b + s)
         if hi - lo < min(2, n_a, n_b):
@@ -63,16 +63,18 @@ def align(a: Sequence, b: Sequence) -> int | None:
         away = int(np.median(b.created[lo - s : hi - s] - a.created[lo:hi]))
         if abs(away) > allowed:
             continue
-        same = a.signature[lo:hi] == b.signature[lo - s : hi - s]
+        same = int((a.signature[lo:hi] == b.signature[lo - s : hi - s]).sum())
         # few that happen to agree at the edge are no evidence
-        share = float(same.sum()) / max(hi - lo, min(n_a, n_b) // 2)
-        best.append((share, abs(away), s))
-    if not best:
+        if same >= _AGREE * max(hi - lo, min(n_a, n_b) // 2):
+            found[s] = (same, abs(away))
+    if not found:
         return 0 if _together(a, b) else None
-    top = max(share for share, _, _ in best)
-    if top < _AGREE:
-        return 0 if _together(a, b) else None
-    s = min((away, abs(s), s) for share, away, s in best if share >= top - _SAME)[2]
+    enough = _SAME * max(same for same, _ in found.values())
+    likely = {s: away for s, (same, away) in found.items() if same >= enough}
+    if n_a == n_b and 0 in likely:
+        s = 0  # as many in both: most likely the same ones
+    else:
+        s = min(likely, key=lambda s: (likely[s], abs(s), s))
     return s if _possible(a, b, s) else None
 
 
