@@ -25,12 +25,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 OURS = """
 import json, resource, sys, time
-from pathlib import Path
 from dl2gpu.trace import kineto
 from dl2gpu.trace.inputs import TraceFile
 path = sys.argv[1]
 def files(p):
-    return [TraceFile(path=p, url=p, format="kineto", folder="job", rank=0, size=Path(p).stat().st_size)]
+    return [TraceFile(path=p, url=p, format="kineto", folder="job", rank=0)]
 kineto.read(files(sys.argv[2]))  # kernels are linked
 start = time.perf_counter()
 trace, inputs = kineto.read(files(path))
@@ -61,7 +60,8 @@ import json, resource, sys, time
 start = time.perf_counter()
 found = json.load(open(sys.argv[1]))
 seconds = time.perf_counter() - start
-print(json.dumps({"seconds": seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"seconds": seconds, "peak": peak / 1024}))
 """
 
 FLOOR = """
@@ -82,6 +82,13 @@ for _ in range(3):
     best["copy"] = min(best.get("copy", 9e9), time.perf_counter() - start)
 print(json.dumps({"seconds": best["copy"], "memchr": best["memchr"], "peak": 0}))
 """
+
+
+MODULE = "torch/nn/modules/module.py(1747): _call_impl"
+GEMM = (
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_64x3_tn_align8>"
+    "(cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_64x3_tn_align8::Params)"
+)
 
 
 def event(**fields: object) -> str:
@@ -111,42 +118,158 @@ def step_template(layers: int, collectives: int) -> list[str]:
 
     for layer in range(layers):
         for module in ("attention", "mlp", "norm"):
-            out.append(event(ph="X", cat="python_function", pid=100, tid=100, ts=at(3), dur=41.25,
-                             name=f"nn.Module: Block_{layer}.{module} \\\"nccl\\\" torch/nn/modules/module.py(1747): _call_impl",
-                             args={"Python parent id": number(), "Python id": number(), "Ev Idx": number()}))  # fmt: skip
+            out.append(
+                event(
+                    ph="X",
+                    cat="python_function",
+                    pid=100,
+                    tid=100,
+                    ts=at(3),
+                    dur=41.25,
+                    name=f'nn.Module: Block_{layer}.{module} "nccl" {MODULE}',
+                    args={"Python parent id": number(), "Python id": number(), "Ev Idx": number()},
+                )
+            )
             for op in ("aten::linear", "aten::addmm", "aten::view", "aten::gelu"):
-                out.append(event(ph="X", cat="cpu_op", name=op, pid=100, tid=100, ts=at(2), dur=9.125,
-                                 args={"External id": number(), "Record function id": 0,
-                                       "Concrete Inputs": ["", "", "", ""], "Input type": ["c10::BFloat16"] * 3,
-                                       "Input Strides": [[1024, 1], [1, 1024], [1]],
-                                       "Input Dims": [[8, 1024, 1024], [1024, 4096], [4096]], "Ev Idx": number()}))  # fmt: skip
+                out.append(  # noqa: PERF401 - the numbers go on from event to event
+                    event(
+                        ph="X",
+                        cat="cpu_op",
+                        name=op,
+                        pid=100,
+                        tid=100,
+                        ts=at(2),
+                        dur=9.125,
+                        args={
+                            "External id": number(),
+                            "Record function id": 0,
+                            "Concrete Inputs": ["", "", "", ""],
+                            "Input type": ["c10::BFloat16"] * 3,
+                            "Input Strides": [[1024, 1], [1, 1024], [1]],
+                            "Input Dims": [[8, 1024, 1024], [1024, 4096], [4096]],
+                            "Ev Idx": number(),
+                        },
+                    )
+                )
             launch = number()
-            out.append(event(ph="X", cat="cuda_runtime", name="cudaLaunchKernel", pid=100, tid=100, ts=at(1), dur=4.5,
-                             args={"External id": number(), "cbid": 211, "correlation": launch}))  # fmt: skip
-            out.append(event(ph="X", cat="kernel", pid=0, tid=7, ts=at(4), dur=88.375,
-                             name="void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_64x3_tn_align8>(cutlass_80_tensorop::Params)",
-                             args={"External id": number(), "queued": 0, "device": 0, "context": 1, "stream": 7,
-                                   "correlation": launch, "registers per thread": 238, "shared memory": 147456,
-                                   "blocks per SM": 3.87, "warps per SM": 30.96, "grid": [32, 16, 1], "block": [256, 1, 1],
-                                   "est. achieved occupancy %": 38}))  # fmt: skip
-            out.append(event(ph="s", id=launch, pid=100, tid=100, ts=at(1), cat="ac2g", name="ac2g"))
-            out.append(event(ph="f", id=launch, pid=0, tid=7, ts=at(1), cat="ac2g", name="ac2g", bp="e"))
+            out.append(
+                event(
+                    ph="X",
+                    cat="cuda_runtime",
+                    name="cudaLaunchKernel",
+                    pid=100,
+                    tid=100,
+                    ts=at(1),
+                    dur=4.5,
+                    args={"External id": number(), "cbid": 211, "correlation": launch},
+                )
+            )
+            out.append(
+                event(
+                    ph="X",
+                    cat="kernel",
+                    pid=0,
+                    tid=7,
+                    ts=at(4),
+                    dur=88.375,
+                    name=GEMM,
+                    args={
+                        "External id": number(),
+                        "queued": 0,
+                        "device": 0,
+                        "context": 1,
+                        "stream": 7,
+                        "correlation": launch,
+                        "registers per thread": 238,
+                        "shared memory": 147456,
+                        "blocks per SM": 3.87,
+                        "warps per SM": 30.96,
+                        "grid": [32, 16, 1],
+                        "block": [256, 1, 1],
+                        "est. achieved occupancy %": 38,
+                    },
+                )
+            )
+            out.append(
+                event(ph="s", id=launch, pid=100, tid=100, ts=at(1), cat="ac2g", name="ac2g")
+            )
+            out.append(
+                event(ph="f", id=launch, pid=0, tid=7, ts=at(1), cat="ac2g", name="ac2g", bp="e")
+            )
     for k in range(collectives):
         call, record, span, launch = number(), number(), number(), number()
-        meta = {"Collective name": "allreduce", "In msg nelems": 1048576 + k, "Out msg nelems": 1048576 + k,
-                "Group size": 8, "dtype": "BFloat16", "In split size": "[]", "Out split size": "[]",
-                "Process Group Name": "0", "Process Group Description": "default_pg",
-                "Process Group Ranks": "[0, 1, 2, 3, 4, 5, 6, 7]"}  # fmt: skip
+        meta = {
+            "Collective name": "allreduce",
+            "In msg nelems": 1048576 + k,
+            "Out msg nelems": 1048576 + k,
+            "Group size": 8,
+            "dtype": "BFloat16",
+            "In split size": "[]",
+            "Out split size": "[]",
+            "Process Group Name": "0",
+            "Process Group Description": "default_pg",
+            "Process Group Ranks": "[0, 1, 2, 3, 4, 5, 6, 7]",
+        }
         start = at(5)
-        out.append(event(ph="X", cat="cpu_op", name="c10d::allreduce_", pid=100, tid=101, ts=start, dur=60.5,
-                         args={"External id": call, "Record function id": call, "Ev Idx": number()}))  # fmt: skip
-        out.append(event(ph="X", cat="cpu_op", name="record_param_comms", pid=100, tid=101, ts=start, dur=50.5,
-                         args={"External id": record, "Record function id": record, **meta, "Seq": f"@S{k:03d}@"}))  # fmt: skip
-        out.append(event(ph="X", cat="user_annotation", name="nccl:all_reduce", pid=100, tid=101, ts=start, dur=40.5,
-                         args={"External id": span, "Record function id": span}))  # fmt: skip
-        out.append(event(ph="X", cat="kernel", pid=0, tid=20, ts=at(9), dur=190.125,
-                         name="ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-                         args={"External id": record, "device": 0, "stream": 20, "correlation": launch, **meta}))  # fmt: skip
+        out.append(
+            event(
+                ph="X",
+                cat="cpu_op",
+                name="c10d::allreduce_",
+                pid=100,
+                tid=101,
+                ts=start,
+                dur=60.5,
+                args={"External id": call, "Record function id": call, "Ev Idx": number()},
+            )
+        )
+        out.append(
+            event(
+                ph="X",
+                cat="cpu_op",
+                name="record_param_comms",
+                pid=100,
+                tid=101,
+                ts=start,
+                dur=50.5,
+                args={
+                    "External id": record,
+                    "Record function id": record,
+                    **meta,
+                    "Seq": f"@S{k:03d}@",
+                },
+            )
+        )
+        out.append(
+            event(
+                ph="X",
+                cat="user_annotation",
+                name="nccl:all_reduce",
+                pid=100,
+                tid=101,
+                ts=start,
+                dur=40.5,
+                args={"External id": span, "Record function id": span},
+            )
+        )
+        out.append(
+            event(
+                ph="X",
+                cat="kernel",
+                pid=0,
+                tid=20,
+                ts=at(9),
+                dur=190.125,
+                name="ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+                args={
+                    "External id": record,
+                    "device": 0,
+                    "stream": 20,
+                    "correlation": launch,
+                    **meta,
+                },
+            )
+        )
     return out
 
 
@@ -156,9 +279,24 @@ def write(path: Path, megabytes: float, layers: int = 24, collectives: int = 4) 
 
     template = ",\n".join(step_template(layers, collectives))
     parts = re.split(r'"(@[TIS]\d+@)"', template)
-    head = {"schemaVersion": 1, "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 8, "pg_config": [
-        {"pg_name": "0", "pg_desc": "default_pg", "backend_config": "cuda:nccl", "pg_size": 8, "ranks": list(range(8))}]},
-        "baseTimeNanoseconds": 1754900000000000000}  # fmt: skip
+    head = {
+        "schemaVersion": 1,
+        "distributedInfo": {
+            "backend": "nccl",
+            "rank": 0,
+            "world_size": 8,
+            "pg_config": [
+                {
+                    "pg_name": "0",
+                    "pg_desc": "default_pg",
+                    "backend_config": "cuda:nccl",
+                    "pg_size": 8,
+                    "ranks": list(range(8)),
+                }
+            ],
+        },
+        "baseTimeNanoseconds": 1754900000000000000,
+    }
     steps = max(1, int(megabytes * 1e6 / (len(template) * 0.97)))
     per_step = len(step_template(layers, collectives))
     with path.open("w") as file:
@@ -224,7 +362,8 @@ def main() -> None:
     for name, row in rows:
         peak = f"{row['peak']:.0f}" if row["peak"] else "-"
         ratio = row["seconds"] / ours["seconds"]
-        print(f"{name:24}{row['seconds']:9.3f}{size / 1e6 / row['seconds']:9.0f}{ratio:8.2f}x{peak:>9}")
+        speed = size / 1e6 / row["seconds"]
+        print(f"{name:24}{row['seconds']:9.3f}{speed:9.0f}{ratio:8.2f}x{peak:>9}")
     print(f"peak of the imports alone: {base:.0f} MB")
 
 

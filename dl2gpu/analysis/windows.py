@@ -24,14 +24,20 @@ __all__ = ["WINDOWED", "within_windows"]
 WINDOWED: Final = ("kineto",)
 """Sources whose records are windows."""
 _CIRCLES: Final = ("cycle", "order_inversion", "init_cycle")
-_ABSENT: Final = ("stalled_rank", "missing_participant", "crashed_rank", "unmatched_p2p", "in_flight")
+_ABSENT: Final = (
+    "stalled_rank",
+    "missing_participant",
+    "crashed_rank",
+    "unmatched_p2p",
+    "in_flight",
+)
 _LONG_NS: Final = 1_000_000_000
 """Waiting for less than this, by clocks that may differ, is not waiting."""
 _CONDITION: Final = "only if the ranks issued nothing more after the end of the profile"
 
 
 def within_windows(p: Program, findings: list[Finding]) -> list[Finding]:
-    """``findings`` as far as the windows bear them out, and jobs of which most ranks are missing."""
+    """``findings`` as far as the windows bear them out, and jobs of which ranks are missing."""
     jobs = p.matching.prepared.jobs
     rows = jobs.filter(pl.col("source").is_in(WINDOWED)).select("job", "world").rows()
     if not rows:

@@ -353,15 +353,14 @@ def unwrap(raw: bytes, limits: Limits = DEFAULT) -> bytes:
     return cut
 
 
-def _bomb(
-    raw: bytes, kind: str, limits: Limits, allowed: int, stored: int | None = None
-) -> str:
+def _bomb(raw: bytes, kind: str, limits: Limits, allowed: int, stored: int | None = None) -> str:
     if allowed == limits.max_file_bytes:
         name, value, more = "max_file_bytes", limits.max_file_bytes, 4 * limits.max_file_bytes
     else:
         name, value, more = "max_ratio", limits.max_ratio, 10 * limits.max_ratio
+    held = len(raw) if stored is None else stored
     return (
-        f"{len(raw) if stored is None else stored} bytes of {kind} decompress to more than {allowed} bytes, which passes the "
+        f"{held} bytes of {kind} decompress to more than {allowed} bytes, which passes the "
         f"limit {name} = {value}: a decompression bomb, or a very regular trace. To read it all "
         f"the same, set DL2GPU_{name.upper()}={more} or pass Limits({name}={more})"
     )

@@ -262,9 +262,7 @@ def _global_ranks(s: Source, p: Profile) -> tuple[Longs, Longs]:
     return root, peer
 
 
-def _streams(
-    s: Source, p: Profile, strings: StringTable, flags: Longs
-) -> pl.Series:
+def _streams(s: Source, p: Profile, strings: StringTable, flags: Longs) -> pl.Series:
     """String code of each operation's stream; null for what occupies the host.
 
     An operation that shows no kernel is on the stream of its group's others, else on one of its
@@ -282,11 +280,8 @@ def _streams(
         codes[stream == i] = code
     for k in np.unique(key[guessed]).tolist():
         seen = codes[(key == k) & (codes >= 0)]
-        if len(seen):
-            code = int(np.bincount(seen).argmax())
-        else:
-            code = strings.code(s.comm_of[k // 2].id)
-        codes[guessed & (key == k)] = code
+        own = int(np.bincount(seen).argmax()) if len(seen) else strings.code(s.comm_of[k // 2].id)
+        codes[guessed & (key == k)] = own
     return _optional(codes)
 
 

@@ -71,15 +71,14 @@ def align(a: Sequence, b: Sequence) -> int | None:
         return 0 if _together(a, b) else None
     enough = _SAME * max(same for same, _ in found.values())
     likely = {s: away for s, (same, away) in found.items() if same >= enough}
-    if n_a == n_b and 0 in likely:
-        s = 0  # as many in both: most likely the same ones
-    else:
-        s = min(likely, key=lambda s: (likely[s], abs(s), s))
-    return s if _possible(a, b, s) else None
+    closest = min(likely, key=lambda s: (likely[s], abs(s), s))
+    # as many in both: most likely the same ones
+    best = 0 if n_a == n_b and 0 in likely else closest
+    return best if _possible(a, b, best) else None
 
 
 def _possible(a: Sequence, b: Sequence, s: int) -> bool:
-    """Could the pairs have completed together? Different operations not, and sizes seldom differ."""
+    """Could the pairs have completed together? Other operations not, and sizes seldom differ."""
     lo, hi = max(0, s), min(len(a.op), len(b.op) + s)
     done = a.done[lo:hi] & b.done[lo - s : hi - s]
     other = a.op[lo:hi] != b.op[lo - s : hi - s]

@@ -227,10 +227,10 @@ def _members(source: Source, group: Group, lists: MemberLists) -> tuple[str, str
     desc = desc or told
     if not members and group.ranks:
         members = lists.of(list(members_of(group.ranks)))
-    if not members and group.size > 0 and group.stride > 0 and 0 <= group.start < 10**9:
-        if group.size <= _MOST_RANKS and group.stride < 10**9:
-            members = lists.of(list(range(group.start, group.start + group.size * group.stride,
-                                          group.stride)))  # fmt: skip
+    regular = 0 < group.size <= _MOST_RANKS and 0 < group.stride < 10**9 > group.start >= 0
+    if not members and regular:
+        end = group.start + group.size * group.stride
+        members = lists.of(list(range(group.start, end, group.stride)))
     if members and (source.rank not in members or 0 < group.size != len(members.ranks)):
         members = lists.of(None)
     return name, desc, members
@@ -291,7 +291,9 @@ def _communicators(job: Job, lists: MemberLists) -> None:
     job.comms = comms
 
 
-def _unknown_groups(job: Job, unknown: list[tuple[Source, int]], comm: Any, lists: MemberLists) -> None:
+def _unknown_groups(
+    job: Job, unknown: list[tuple[Source, int]], comm: Any, lists: MemberLists
+) -> None:
     """Operations of a group that nothing tells.
 
     If all ranks of the job have them, and in the same sequence, they are taken as those of the

@@ -21,8 +21,27 @@ from typing import Final
 from dl2gpu.engine.native import Bytes, Int64Rows, Int64s, UInt8s, helper, kernel
 
 __all__ = [
-    "BAD", "BYTES", "CAP", "DAMAGED", "DEVICE", "EVENTS", "FIELDS", "FINAL", "FULL", "GIVE_UP",
-    "LENGTH", "LISTS", "MODE", "N", "NULL", "POS", "SKELETON", "STATE", "hashes", "numbers", "scan",
+    "BAD",
+    "BYTES",
+    "CAP",
+    "DAMAGED",
+    "DEVICE",
+    "EVENTS",
+    "FIELDS",
+    "FINAL",
+    "FULL",
+    "GIVE_UP",
+    "LENGTH",
+    "LISTS",
+    "MODE",
+    "NULL",
+    "POS",
+    "SKELETON",
+    "STATE",
+    "N",
+    "hashes",
+    "numbers",
+    "scan",
 ]  # fmt: skip
 
 NULL: Final = -(1 << 63)

@@ -21,8 +21,8 @@ __all__ = [
     "arguments",
     "kernel_operation",
     "kind_of",
-    "operation_of",
     "members_of",
+    "operation_of",
     "sizes_of",
     "splits_of",
 ]
@@ -79,14 +79,16 @@ def operation_of(name: str) -> Operation:
     """The operation that a name speaks of: a collective name, ``c10d::<op>_`` or ``nccl:<op>``."""
     if name.startswith("c10d::"):
         name = name.removeprefix("c10d::").rstrip("_")
-        if name in {"monitored_barrier"}:
+        if name == "monitored_barrier":
             name = "barrier"
     found = operation(name)
     # creation of a group is local here, and which group is made is not told
     return replace(found, recorded=False) if found.op == "comm_create" else found
 
 
-_KERNEL: Final = re.compile(r"(?:void )?nccl(?:Dev)?Kernel_([A-Za-z]+)|(?:void )?ncclSym\w*?_([A-Za-z]+)")
+_KERNEL: Final = re.compile(
+    r"(?:void )?nccl(?:Dev)?Kernel_([A-Za-z]+)|(?:void )?ncclSym\w*?_([A-Za-z]+)"
+)
 _KERNEL_OPS: Final = {
     "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
     "broadcast": "broadcast", "reduce": "reduce", "sendrecv": "send_recv", "generic": "",

@@ -172,13 +172,17 @@ class _Builder:
         records = self._in_order(self.rows(Kind.RECORD))
         calls = self._in_order(self.rows(Kind.CALL))
         spans = self._in_order(self.rows(Kind.SPAN))
-        host = np.concatenate([records, calls, spans, self.rows(Kind.BATCH)])
-        self.low = int(self.ts[host].min()) if len(host) else 0
-        self.counted = bool((self.num("record function id", host) > 0).all())
-        if not self.counted and len(host):
-            # the device's spans have no such number, and are of no use here
-            numbered = self.num("record function id", np.concatenate([records, calls]))
-            self.counted = bool(len(numbered)) and bool((numbered > 0).all())
+        of_device = _by_text(
+            self.text("name", spans), self.c.strings, lambda t: t.startswith("nccl:")
+        )
+        if not len(records):
+            records = spans[of_device == 1]  # a profile that was thinned out
+        issued = np.concatenate([records, calls])
+        seen = np.concatenate([issued, spans, self.rows(Kind.BATCH)])
+        self.low = int(self.ts[seen].min()) if len(seen) else 0
+        self.counted = bool(len(issued)) and bool(
+            (self.num("record function id", issued) > 0).all()
+        )
         self.thread_names = np.unique(self.num("tid", np.concatenate([records, calls, spans])))
 
         span_of, _ = self._inside(spans, records)  # the backend's span of each record
@@ -188,10 +192,9 @@ class _Builder:
         # what has no record: operations of host backends
         used = np.zeros(len(calls), np.bool_)
         used[around[around >= 0]] = True
-        of_device = _by_text(
-            self.text("name", spans), self.c.strings, lambda t: t.startswith("nccl:")
-        )
-        host_spans = spans[of_device == 0]
+        apart = of_device == 0
+        apart[span_of[span_of >= 0]] = False
+        host_spans = spans[apart]
         spare = calls[~used] if len(host_spans) or not len(records) else calls[:0]
         host = self._host_operations(spare, host_spans)
 
@@ -203,7 +206,7 @@ class _Builder:
         merged["batch"] = _numbered(merged["batch"])
         merged["request"] = np.arange(1, len(order) + 1, dtype=np.int64)
         waits = self._waits(records[is_wait], merged)
-        host_rows = len(host["op"]) if host else 0
+        host_rows = len(host["op"])
         backend = None
         if len(merged["op"]):
             backend = "gloo" if 2 * host_rows > len(merged["op"]) else "nccl"
@@ -237,10 +240,8 @@ class _Builder:
 
     def _key(self, rows: Longs) -> Longs:
         """(thread, place in it) as one number that sorts: by the profiler's counter, else time."""
-        if self.counted:
-            when = self.num("record function id", rows)
-        else:
-            when = self.ts[rows] - self.low
+        number = self.num("record function id", rows)
+        when = number if self.counted else self.ts[rows] - self.low
         thread = np.searchsorted(self.thread_names, self.num("tid", rows))
         return thread.astype(np.int64) * (1 << 48) + np.clip(when, 0, (1 << 48) - 1)
 
@@ -279,9 +280,7 @@ class _Builder:
 
         return _by_text(ids, self.c.strings, code)
 
-    def _operations(
-        self, records: Longs, span_of: Longs, around: Longs
-    ) -> tuple[Longs, Bits]:
+    def _operations(self, records: Longs, span_of: Longs, around: Longs) -> tuple[Longs, Bits]:
         """Operation of each record: by its metadata, else its span, else the call around it."""
         spans = self._in_order(self.rows(Kind.SPAN))
         calls = self._in_order(self.rows(Kind.CALL))
@@ -335,7 +334,7 @@ class _Builder:
             out["count_out"][recv] > 0, out["count_out"][recv], out["count"][recv]
         )
         self._old_sizes(out, span_of, spans)
-        self._peers(out, rows, around, calls, p2p, span_of, spans)
+        self._peers(out, around, calls, p2p, span_of, spans)
         uneven = _by_text(
             self.text("collective name", rows), c.strings, lambda t: "allv" in t.lower()
         )
@@ -365,7 +364,12 @@ class _Builder:
         ]  # fmt: skip
         numbers = [
             self.num(name, rows)
-            for name in ("process group id", "group size", "global rank start", "global rank stride")
+            for name in (
+                "process group id",
+                "group size",
+                "global rank start",
+                "global rank stride",
+            )
         ]
         distinct, back = np.unique(np.stack([*texts, *numbers]), axis=1, return_inverse=True)
         strings = self.c.strings
@@ -403,9 +407,13 @@ class _Builder:
             return
         count, dtype = self._shapes(spans[place[missing]])
         out["count"][missing] = count
-        out["dtype"][missing] = np.where(out["dtype"][missing] == NULL, dtype, out["dtype"][missing])
+        out["dtype"][missing] = np.where(
+            out["dtype"][missing] == NULL, dtype, out["dtype"][missing]
+        )
         # of these, only what is passed in is told, and not to whom
-        exchange = (out["op"][missing] == OP["all_to_all"]) | (out["op"][missing] >= OP["broadcast"])
+        exchange = (out["op"][missing] == OP["all_to_all"]) | (
+            out["op"][missing] >= OP["broadcast"]
+        )
         out["flags"][missing[exchange]] |= FLAG["sizes_incomparable"]
 
     def _shapes(self, events: Longs) -> tuple[Longs, Longs]:
@@ -427,14 +435,15 @@ class _Builder:
         return values[:, 0], values[:, 1]
 
     def _peers(
-        self, out: dict[str, Longs], rows: Longs, around: Longs, calls: Longs, p2p: Bits,
-        span_of: Longs, spans: Longs,
+        self, out: dict[str, Longs], around: Longs, calls: Longs, p2p: Bits, span_of: Longs,
+        spans: Longs,
     ) -> None:  # fmt: skip
         """Peers and tags from the arguments of the call, or ``nccl:send 0->2``, where not told."""
         inside = np.flatnonzero(p2p & (around >= 0))
         if len(inside):
-            peer, tag = self._arguments(calls[around[inside]], 2), self._arguments(
-                calls[around[inside]], 3
+            peer, tag = (
+                self._arguments(calls[around[inside]], 2),
+                self._arguments(calls[around[inside]], 3),
             )
             out["peer"][inside], out["tag"][inside] = peer, tag
         told = np.flatnonzero(p2p & (span_of >= 0) & (out["peer"] == NULL) & (out["to"] == NULL))

@@ -23,8 +23,8 @@ import numpy.typing as npt
 from dl2gpu.trace import kineto_kernel as kernel
 from dl2gpu.trace.entry_columns import SECRET
 from dl2gpu.trace.inputs import InputError
-from dl2gpu.trace.kineto_kernel import FIELDS, NULL
-from dl2gpu.trace.stream import StreamCut
+from dl2gpu.trace.kineto_kernel import FIELDS
+from dl2gpu.trace.stream import StreamCutError
 
 __all__ = ["NUMBERS", "TEXTS", "Columns", "scan"]
 
@@ -134,7 +134,7 @@ class _Scan:
                         rest = memoryview(next(pieces))
                     except StopIteration:
                         over = True
-                    except StreamCut as e:
+                    except StreamCutError as e:
                         over, cut = True, str(e)
                     continue
                 take = min(len(rest), len(self.buffer) - self.filled)

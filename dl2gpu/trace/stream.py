@@ -13,12 +13,12 @@ from dl2gpu.trace import files
 from dl2gpu.trace.files import DEFAULT, Limits
 from dl2gpu.trace.inputs import InputError, TraceFile
 
-__all__ = ["StreamCut", "pieces"]
+__all__ = ["StreamCutError", "pieces"]
 
 _PIECE: Final = 4 << 20
 
 
-class StreamCut(Exception):
+class StreamCutError(Exception):
     """A compressed stream ended too early or is damaged; raised behind its last piece."""
 
 
@@ -27,7 +27,7 @@ def pieces(file: TraceFile, limits: Limits = DEFAULT) -> Iterator[bytes]:
 
     Raises:
         InputError: the file is gone, may not be read, is not a regular file, or passes a limit.
-        StreamCut: nothing more can be decompressed.
+        StreamCutError: nothing more can be decompressed.
     """
     local = files.local_path(file.url)
     if local is None or not os.path.lexists(local):
@@ -35,7 +35,7 @@ def pieces(file: TraceFile, limits: Limits = DEFAULT) -> Iterator[bytes]:
         data = files.read_bytes(file, limits)
         yield data
         if (reason := files.cut_reason(data)) is not None:
-            raise StreamCut(reason)
+            raise StreamCutError(reason)
         return
     with files.opened(local) as (fd, size):
         if size > limits.max_file_bytes:
@@ -65,7 +65,7 @@ def _unwrapped(raw: Iterator[bytes], kind: str, stored: int, limits: Limits) -> 
                 raise InputError(files._bomb(b"", kind, limits, allowed, stored))
             yield part
     except files._StreamError as e:
-        raise StreamCut(
+        raise StreamCutError(
             f"the {kind} stream {e}; read what could be decompressed ({size} bytes)"
         ) from e
 

@@ -64,7 +64,7 @@ def small(rank: int = 0, **how: Any) -> Rank:
     r.noise()
     r.call("_allgather_base", "7", 512, out=1024, stream=28)
     r.wait("7")
-    r.call("broadcast", "7", 10, Rank=1, stream=28)
+    r.call("broadcast", "7", 10, args={"Rank": 1}, stream=28)
     r.batch(("send", 1 - rank), ("recv", 1 - rank))
     r.noise()
     r.call("barrier", count=0)
@@ -168,8 +168,8 @@ def test_a_profile_of_the_host_alone_says_so() -> None:
 
 def test_uneven_all_to_all_keeps_its_splits() -> None:
     r = Rank(0, 2)
-    r.call("all_to_allv", count=30, out=50, **{"In split size": "[10, 20]"})
-    r.call("all_to_allv", count=30, out=50, **{"In split size": "[1, 2, ...]"})
+    r.call("all_to_allv", count=30, out=50, args={"In split size": "[10, 20]"})
+    r.call("all_to_allv", count=30, out=50, args={"In split size": "[1, 2, ...]"})
     rows = calls(read(r.trace()))
     assert ops(read(r.trace())) == ["all_to_all"] * 2
     assert rows["splits"].to_list() == [[10, 20], None]
@@ -198,9 +198,9 @@ def test_store_traffic_and_unknown_operations() -> None:
 
 def test_a_peer_outside_the_group_is_unknown() -> None:
     r = Rank(0, 2)
-    r.call("send", **{"Dst Rank": 9})
-    r.call("send", **{"Dst Rank": 0})
-    r.call("send", **{"Dst Rank": 1})
+    r.call("send", args={"Dst Rank": 9})
+    r.call("send", args={"Dst Rank": 0})
+    r.call("send", args={"Dst Rank": 1})
     assert calls(read(r.trace()))["peer"].to_list() == [1, None, 1] or calls(read(r.trace()))[
         "peer"
     ].to_list() == [None, None, 1]
@@ -209,7 +209,7 @@ def test_a_peer_outside_the_group_is_unknown() -> None:
 def test_roots_that_are_each_ranks_own_are_none() -> None:
     ranks = [Rank(r, 2) for r in range(2)]
     for r in ranks:
-        r.call("broadcast", Rank=r.rank)
+        r.call("broadcast", args={"Rank": r.rank})
     trace = read(*(r.trace() for r in ranks))
     assert trace.events["root"].null_count() == trace.events.height
 
@@ -258,7 +258,7 @@ def test_members_from_start_and_stride() -> None:
 def test_lists_that_were_cut_are_unknown() -> None:
     ranks = list(range(64))
     r = Rank(0, 64, {"9": ranks})
-    r.call("allreduce", "9", **{"Process Group Ranks": json.dumps(ranks[:30])[:-1] + ", ...]"})
+    r.call("allreduce", "9", args={"Process Group Ranks": json.dumps(ranks[:30])[:-1] + ", ...]"})
     assert read(r.trace()).comms["ranks"].to_list() == [ranks]
     whole = r.trace()
     whole["distributedInfo"]["pg_config"][0]["ranks"] = "[0, 1, ...]"
@@ -269,8 +269,8 @@ def test_lists_that_were_cut_are_unknown() -> None:
 def test_gloo_operations_come_from_calls_and_spans() -> None:
     r = Rank(0, 2, backend="gloo", device=False)
     r.gloo("allreduce", 100)
-    r.gloo("broadcast", 7, **{"Concrete Inputs": ["", "", "1", "", "False"]})
-    r.gloo("send", 5, **{"Concrete Inputs": ["", "", "1", "42"]})
+    r.gloo("broadcast", 7, args={"Concrete Inputs": ["", "", "1", "", "False"]})
+    r.gloo("send", 5, args={"Concrete Inputs": ["", "", "1", "42"]})
     trace = read(r.trace())
     assert ops(trace) == ["all_reduce", "broadcast", "send"]
     rows = calls(trace)
@@ -317,7 +317,9 @@ def test_of_two_windows_of_a_rank_the_later_is_read() -> None:
 
 def test_a_bare_list_of_events() -> None:
     r = small()
-    assert ops(read(dumped(r.trace()["traceEvents"]), names=["rank_0.json"])) == ops(read(r.trace()))
+    assert ops(read(dumped(r.trace()["traceEvents"]), names=["rank_0.json"])) == ops(
+        read(r.trace())
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -362,12 +364,23 @@ def test_any_order_of_events_and_keys(
 @given(st.text(max_size=60), st.integers(48, 400), st.integers(0, 5))
 def test_names_of_other_events_do_not_matter(name: str, block: int, at: int) -> None:
     whole = json.loads(json.dumps(WHOLE))
-    extra = {"ph": "X", "cat": "python_function", "name": name, "pid": 1, "tid": 1, "ts": 1, "dur": 1,
-             "args": {name: [{"name": "record_param_comms"}], "nested": {"args": {"Seq": 3}}}}  # fmt: skip
+    extra = {
+        "ph": "X",
+        "cat": "python_function",
+        "name": name,
+        "pid": 1,
+        "tid": 1,
+        "ts": 1,
+        "dur": 1,
+        "args": {name: [{"name": "record_param_comms"}], "nested": {"args": {"Seq": 3}}},
+    }
     whole["traceEvents"].insert(at, extra)
     ascii_ = json.dumps(whole).encode()
     same(read(ascii_, block=block), read(WHOLE))
-    same(read(json.dumps(whole, ensure_ascii=False).encode("utf-8", "replace"), block=block), read(WHOLE))
+    same(
+        read(json.dumps(whole, ensure_ascii=False).encode("utf-8", "replace"), block=block),
+        read(WHOLE),
+    )
 
 
 def test_pieces_of_any_size_give_the_same() -> None:
@@ -551,9 +564,31 @@ def test_numbers_as_text() -> None:
     same(read(whole), read(WHOLE))
 
 
-@pytest.mark.parametrize("value", ["1e400", "9" * 400, "-9e99", "1e-400", "18446744073709551616", "[]", '""', "null", "{}", "true"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "1e400",
+        "9" * 400,
+        "-9e99",
+        "1e-400",
+        "18446744073709551616",
+        "[]",
+        '""',
+        "null",
+        "{}",
+        "true",
+    ],
+)
 def test_numbers_out_of_range(value: str) -> None:
-    for key in ("Seq", "In msg nelems", "Dst Rank", "Rank", "Group size", "External id", "Process Group ID"):
+    for key in (
+        "Seq",
+        "In msg nelems",
+        "Dst Rank",
+        "Rank",
+        "Group size",
+        "External id",
+        "Process Group ID",
+    ):
         text = json.dumps(WHOLE)
         import re
 
@@ -569,11 +604,16 @@ def test_deep_nesting_and_huge_strings() -> None:
     bad = [
         '{"ph": "X", "name": "x", "args": {"a": ' + deep + "}}",
         '{"ph": "X", "name": "' + "x" * 300_000 + '"}',
-        '{"ph": "X", "name": "record_param_comms", "args": {"Process Group Name": "' + "n" * 2_000_000 + '"}}',
+        '{"ph": "X", "name": "record_param_comms", "args": {"Process Group Name": "'
+        + "n" * 2_000_000
+        + '"}}',
         '{"ph": "X", "name": "x", "args": ' + '{"a":' * 3000 + "1" + "}" * 3000 + "}",
-    ]  # fmt: skip
+    ]
     for block in (1 << 20, 1024):
-        trace, _ = read_all(spoiled(lambda t: [bad[0], *t[:3], bad[1], *t[3:9], bad[2], *t[9:], bad[3]]), block=block)
+        trace, _ = read_all(
+            spoiled(lambda t: [bad[0], *t[:3], bad[1], *t[3:9], bad[2], *t[9:], bad[3]]),
+            block=block,
+        )
         same(trace, read(WHOLE))
 
 
@@ -594,7 +634,11 @@ def test_no_damage_makes_it_raise(data: st.DataObject) -> None:
     content = bytearray(dumped(WHOLE))
     for _ in range(data.draw(st.integers(1, 8))):
         at = data.draw(st.integers(0, len(content) - 1))
-        what = data.draw(st.sampled_from([b'"', b"{", b"}", b"[", b"]", b",", b":", b"\\", b"\x00", b"\xff", b"9", b""]))
+        what = data.draw(
+            st.sampled_from(
+                [b'"', b"{", b"}", b"[", b"]", b",", b":", b"\\", b"\x00", b"\xff", b"9", b""]
+            )
+        )
         content[at : at + data.draw(st.integers(0, 3))] = what
     first = read_all(bytes(content))
     again = read_all(bytes(content), block=200)
