@@ -20,6 +20,7 @@ import zstandard
 from dl2gpu.trace.discover import Discovery, discover
 from dl2gpu.trace.files import read_bytes
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
+from dl2gpu.trace.readers import READERS
 from dl2gpu.trace.sniff import classify
 
 NATIVE = b'{"kind":"header","format":"dl2gpu.trace","version":1,"job":"j","rank":0}\n'
@@ -93,7 +94,7 @@ def test_content(case: str, pack: Any, tmp_path: Path) -> None:
     content, format_ = CONTENT[case]
     put(tmp_path, {"job/some.thing": pack(content) if pack else content})
     found = discover([str(tmp_path)])
-    if format_ in ("native", "flight_recorder"):
+    if format_ in READERS:
         assert formats(found) == {"job/some.thing": format_}
         assert found.inputs == []
     else:
