@@ -185,6 +185,7 @@ class _Builder:
         )
         self.thread_names = np.unique(self.num("tid", np.concatenate([records, calls, spans])))
 
+        records, parts_of = self._outermost(records)
         span_of, _ = self._inside(spans, records)  # the backend's span of each record
         around = self._around(records, calls)  # the dispatched call around each record
         op, is_wait = self._operations(records, span_of, around)
@@ -198,6 +199,7 @@ class _Builder:
         spare = calls[~used] if len(host_spans) or not len(records) else calls[:0]
         host = self._host_operations(spare, host_spans)
 
+        self.parts_of = parts_of
         device = self._device_operations(records, op, is_wait, span_of, spans, around, calls)
         parts = [p for p in (device, host) if len(p["op"])]
         merged = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]} if parts else device
@@ -222,6 +224,27 @@ class _Builder:
             blocked=np.zeros(len(merged["op"]), np.bool_),
             notes=self.notes,
         )
+
+    def _outermost(self, records: Longs) -> tuple[Longs, tuple[Longs, Longs]]:
+        """The records that do not stand inside another one, and (id, record) of those that do.
+
+        An operation that is made of others (a barrier of an all_reduce, an all_gather of different
+        sizes of broadcasts, a first message of the creation of its communicator) is one operation.
+        """
+        if not len(records):
+            return records, (records, records)
+        rows = records[np.argsort(self._key(records), kind="stable")]
+        start, end = self.ts[rows], self.end[rows]
+        thread = np.searchsorted(self.thread_names, self.num("tid", rows)).astype(np.int64)
+        fresh = np.concatenate([[True], thread[1:] != thread[:-1]])
+        # the record that reaches furthest so far, in each thread
+        reach = thread * (1 << 48) + np.clip(end - self.low, 0, (1 << 48) - 1)
+        furthest = np.maximum.accumulate(reach)
+        holder = np.maximum.accumulate(np.where(reach == furthest, np.arange(len(rows)), 0))
+        before = np.concatenate([[0], holder[:-1]])
+        nested = ~fresh & (start > start[before]) & (end < end[before])
+        kept = np.isin(records, rows[~nested])
+        return records[kept], (self.num("external id", rows[nested]), rows[before[nested]])
 
     def _process(self) -> int:
         pids = self.num("pid", np.concatenate([self.rows(Kind.RECORD), self.rows(Kind.CALL)]))
@@ -300,6 +323,8 @@ class _Builder:
 
     groups: list[Group]
     splits: list[list[int]]
+    parts_of: tuple[Longs, Longs]
+    """(id, record it stands in) of the records that are parts of others."""
 
     def _device_operations(
         self, records: Longs, op: Longs, is_wait: Bits, span_of: Longs, spans: Longs,
@@ -343,6 +368,8 @@ class _Builder:
         loose = alltoallv | (uneven == 1)
         # what a rank that is not the root passes in is not told apart from what it gets
         loose |= (op == OP["scatter"]) | (op == OP["gather"])
+        # one that is made of others: sizes that differ between the ranks are why
+        loose |= np.isin(rows, self.parts_of[1]) & (op != OP["barrier"])
         out["flags"][loose] |= FLAG["sizes_incomparable"]
         nothing = (op == OP["barrier"]) | (out["count"] < 0) | (out["count"] > 1 << 62)
         out["count"][nothing] = NULL
@@ -525,6 +552,11 @@ class _Builder:
         candidates = [(self.num("external id", rows), np.arange(len(rows)))]
         inside = np.flatnonzero(span_of >= 0)
         candidates.append((self.num("external id", spans[span_of[inside]]), inside))
+        ids_of_parts, whole = self.parts_of
+        order = np.argsort(rows, kind="stable")
+        at = np.minimum(np.searchsorted(rows[order], whole), max(len(rows) - 1, 0))
+        mine = rows[order[at]] == whole
+        candidates.append((ids_of_parts[mine], order[at[mine]]))
         for known, place in candidates:
             order = np.argsort(known, kind="stable")
             at = np.searchsorted(known[order], ids)

@@ -186,6 +186,32 @@ def test_collectives_of_a_later_window_keep_their_numbers() -> None:
     assert trace.ranks["lost_before"].to_list() == [500]
 
 
+def test_an_operation_made_of_others_is_one() -> None:
+    """A barrier that is an all_reduce inside: the kernel is the inner one's."""
+    r = Rank(0, 2)
+    r.call("barrier", count=0, kernel=False)
+    outer = r.events[1]
+    r.call("allreduce", count=1)
+    inner = r.events[4]
+    assert (outer["name"], inner["name"]) == ("record_param_comms",) * 2
+    outer["dur"] = 200.0
+    r.events[0]["dur"] = 210.0
+    r.clock += 200
+    r.call("broadcast")
+    trace = read(r.trace())
+    assert ops(trace) == ["barrier", "broadcast"]
+    assert calls(trace)["t_started"].null_count() == 0
+
+
+def test_members_of_a_coalesced_group_share_a_number() -> None:
+    r = Rank(0, 2)
+    for _ in range(2):
+        r.call("allreduce")
+        r._counts["0", False] -= 1
+        r.call("allreduce")
+    assert calls(read(r.trace()))["ordinal"].to_list() == [1, 1, 2, 2]
+
+
 def test_store_traffic_and_unknown_operations() -> None:
     r = Rank(0, 2)
     r.call("broadcastUniqueNCCLID", kernel=False)
