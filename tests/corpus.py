@@ -26,8 +26,8 @@ from typing import Any, Final
 
 from dl2gpu.report.model import Report
 
-RENDERED_FORMS: Final = re.compile(r"__(frj?\d|et\d|chakra)")
-"""Forms of the rendered set that are checked: Flight Recorder pickles and JSON."""
+RENDERED_FORMS: Final = re.compile(r"__(frj?\d|et\d|chakra|kineto)")
+"""Forms of the rendered set that are checked: all of them."""
 
 MEGATRON: Final[dict[str, list[int]]] = {
     "megatron_gpu_error_1st": [12, 14],

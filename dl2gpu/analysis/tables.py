@@ -137,6 +137,8 @@ def prepare(trace: Trace, engine: Engine = CPU) -> Prepared:
             .then(pl.col("any_completed"))
             .otherwise(pl.col("any_completed") | pl.col("any_state"))
             .fill_null(False),
+            # of several records (merge.py) the strongest, whose operations these mostly are
+            source=pl.col("source").str.split("+").list.first(),
             world=pl.coalesce(
                 pl.col("world_size"), pl.max_horizontal("member_max", "rank_max") + 1
             ).fill_null(0),

@@ -24,6 +24,7 @@ from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, build, run
 from dl2gpu.analysis.roots import find_causes
 from dl2gpu.analysis.shares import over_shares
 from dl2gpu.analysis.waitfor import build_graph
+from dl2gpu.analysis.windows import within_windows
 from dl2gpu.analysis.wording import advice_for, summary_of
 from dl2gpu.engine.base import Engine
 from dl2gpu.engine.choose import engine_of
@@ -135,6 +136,7 @@ def analyse_matched(m: Matching) -> Analysis:
 
     findings += _passed_mismatches(p, names, findings)
     findings += _uncompared(m, findings)
+    findings = within_windows(p, findings)
     findings = _across_attempts(m, _merge(findings))
     findings = [_with_last(p, names, f, issued) for f in findings]
     return _conclude(m, findings, open_jobs)

@@ -78,6 +78,17 @@ def summary_of(f: Finding) -> str:
     if "windows_ended" in f.details:
         ended = ranks_text(f.details["windows_ended"])
         return f"The record of {ended} ends before {at}: whether they came to it is not recorded."
+    if f.reason == "window":
+        return (
+            f"{_start(others)} {'stands' if len(f.victims) == 1 else 'stand'} at {at} where the "
+            "profile ends; what pends there may have completed later."
+        )
+    if f.reason == "few_ranks":
+        n, of = f.details["present"], f.details["world"]
+        return (
+            f"Profiles of {n} of {of} ranks: these went on to their end; of the others nothing is "
+            "known."
+        )
     if f.reason == "no_data":
         return f"{waiting} for {gone}, of which there is no usable record."
     return (

@@ -43,6 +43,7 @@ __all__ = [
     "opened",
     "read_bytes",
     "read_head",
+    "read_stored",
     "read_tail",
     "stored_elsewhere",
     "unwrap",
@@ -162,6 +163,11 @@ def read_bytes(file: TraceFile, limits: Limits = DEFAULT) -> bytes:
         return data
     found = cut_reason(data)
     return cut(data, lost if found is None else f"{lost}; {found}")
+
+
+def read_stored(file: TraceFile, limits: Limits = DEFAULT) -> bytes:
+    """The whole file as it is stored; raises as :func:`read_bytes`."""
+    return _read_raw(file.url, file.stamp, limits)
 
 
 def stored_elsewhere(files: Iterable[TraceFile]) -> bool:

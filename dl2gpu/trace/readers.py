@@ -22,6 +22,7 @@ READERS: Final[dict[str, str]] = {
     "clog": "dl2gpu.trace.clog",
     "otf2": "dl2gpu.trace.otf2_archive",
     "param": "dl2gpu.trace.param",
+    "kineto": "dl2gpu.trace.kineto",
 }
 """Module of each format; its ``read(files)`` gives the trace and an Input for each file."""
 

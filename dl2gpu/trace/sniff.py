@@ -45,7 +45,7 @@ def _not_yet(format_: str, title: str) -> Kind:
     return Kind(format_, "ignored", f"{title}: not supported yet")
 
 
-_KINETO = _not_yet("kineto", "Kineto (PyTorch profiler) trace")
+KINETO: Final = Kind("kineto")
 _EXECUTION_TRACE = Kind("execution_trace")
 _CHAKRA = Kind("chakra")
 _CLOG = Kind("clog")
@@ -208,7 +208,7 @@ def _json(text: bytes) -> Kind:
         if "profiling_name" in names or {"record_id", "pg_id"} <= names:
             return FLIGHT_RECORDER
         if "ph" in names:
-            return _KINETO
+            return KINETO
         if "comms" in names:
             return _PARAM
         return _UNKNOWN_JSON
@@ -223,7 +223,9 @@ def _json(text: bytes) -> Kind:
     if "schema" in names and ("nodes" in names or "pid" in names):
         return _EXECUTION_TRACE
     if names & {"traceEvents", "deviceProperties", "distributedInfo", "schemaVersion"}:
-        return _KINETO
+        return KINETO
+    if {"ph", "ts", "pid"} <= names:
+        return KINETO  # the bracket before the first event is missing
     if {"communicators", "nccl_version"} <= names:
         return _RAS
     if "header" in names and names & {"coll_perf", "p2p_perf"}:
