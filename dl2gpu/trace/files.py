@@ -35,6 +35,7 @@ __all__ = [
     "opened",
     "read_bytes",
     "read_head",
+    "read_pieces",
     "read_tail",
     "remote_errors",
     "unwrap",
@@ -163,6 +164,65 @@ def load_ahead(
             waiting.append(pool.submit(one, file))
         while waiting:
             yield waiting.popleft().result()
+
+
+def read_pieces(file: TraceFile, size: int, limits: Limits = DEFAULT) -> Iterator[bytes]:
+    """Content of ``file``, decompressed, in pieces of about ``size`` bytes: bounded memory.
+
+    Of a compressed file the stored bytes are held whole, its content is not. A compressed stream
+    that ends too early or is damaged gives what inflates, and then raises.
+
+    Raises:
+        InputError: as :func:`read_bytes`; "read what ..." where only the rest is lost.
+    """
+    if compression(read_head_raw(file.url)) is None:
+        yield from _raw_pieces(file.url, size, limits)
+        return
+    raw = _read_raw(file.url, limits)
+    kind = compression(raw[:8]) or ""
+    allowed = min(limits.max_file_bytes, max(limits.free_bytes, limits.max_ratio * len(raw)))
+    total = 0
+    held: list[bytes] = []
+    waiting = 0
+    try:
+        for part in _inflate(raw, kind):
+            total += len(part)
+            if total > allowed:
+                raise InputError(_bomb(raw, kind, limits, allowed))
+            held.append(part)
+            waiting += len(part)
+            if waiting >= size:
+                yield b"".join(held)
+                held, waiting = [], 0
+    except _StreamError as e:
+        if held:
+            yield b"".join(held)
+        reason = f"the {kind} stream {e}; read what could be decompressed ({total} bytes)"
+        raise InputError(reason) from e
+    if held:
+        yield b"".join(held)
+
+
+def read_head_raw(url: str) -> bytes:
+    """The first bytes as stored: enough to recognise a compression."""
+    return _read_range(url, 0, 8)
+
+
+def _raw_pieces(url: str, size: int, limits: Limits) -> Iterator[bytes]:
+    path = local_path(url)
+    if path is not None:
+        with opened(path) as (fd, total):
+            _check_size(total, limits)
+            while data := os.read(fd, size):
+                yield data
+        return
+    with remote_errors():
+        fs, name = filesystem(url)
+        total = int(fs.info(name).get("size") or 0)
+        _check_size(total, limits)
+        with fs.open(name, "rb") as stream:
+            while data := stream.read(size):
+                yield data
 
 
 def read_head(url: str, size: int) -> tuple[bytes, str | None]:
