@@ -218,7 +218,9 @@ def parse(lines: pl.DataFrame, number: int, found: FileLines) -> pl.DataFrame:
     return _with_origin(frame, found)
 
 
-_QUOTED: Final = r"""["'`][^"'`]*(?:\[E ?\d* ?|\[[Rr]ank ?\d+\]|Watchdog caught|Traceback \()"""
+_QUOTED: Final = (
+    r"""(?:^|[\s=:\[({,])["'`“][^"'`\s][^"'`]*(?:\[E ?\d* ?|\[[Rr]ank ?\d+\]|Watchdog caught|Traceback \()"""
+)
 """A message inside quotation marks is somebody's data, not a message."""
 
 _RANK_AT: Final = r"\[rank(\d{1,6})\]:"
