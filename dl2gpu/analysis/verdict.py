@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from dl2gpu.analysis import observed, scenarios
+from dl2gpu.analysis import host_called, observed, scenarios
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.findings import findings_of, mismatch_at
 from dl2gpu.analysis.fingerprint import fingerprint
@@ -133,6 +133,8 @@ def analyse_matched(m: Matching) -> Analysis:
         findings += _potentials(p, names, calm, through)
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
+    findings, unsettled = host_called.sifted(m, findings)
+    open_jobs |= unsettled
     findings += _passed_mismatches(p, names, findings)
     findings = _across_attempts(m, _merge(findings))
     findings = [_with_last(p, names, f, issued) for f in findings]
