@@ -1,4 +1,4 @@
-"""Reader of text logs: the log files of one job become one trace.
+"""Reader of text logs: the log files of one job become one trace for each attempt.
 
 Two grammars read the same lines: :mod:`log_c10d` what PyTorch, its launchers and the program say of
 themselves, :mod:`log_nccl` what ``NCCL_DEBUG`` prints. Either may find nothing. A file may hold all
@@ -6,9 +6,10 @@ ranks, one, or some; a job may have both kinds of lines in one file.
 
 A grammar is a module with
 
-* ``WORDS``: a regular expression (Rust) that every line holds of which it wants to know;
+* ``WORDS``: regular expression (Rust); a line in which it is not found states nothing to it;
 * ``extract(lines)``: the facts in a frame of :data:`log_lines.LINES`, a frame with at least the
-  columns ``file``, ``line`` and ``rank`` (a block at a time; whole columns, no loop over lines);
+  columns ``file``, ``line``, ``what`` and ``rank`` (a block at a time; whole columns, no loop over
+  lines);
 * ``build(facts, job)``: the trace of one attempt of one job (job row 0), or None where the facts
   do not amount to one.
 
@@ -17,27 +18,293 @@ Source: FORMATS.md sections 5, 6 and 9; LOG_LINES.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final
 
 import polars as pl
 
-from dl2gpu.trace.inputs import TraceFile
+from dl2gpu.trace import log_c10d, log_nccl
+from dl2gpu.trace.inputs import Input, InputError, TraceFile
+from dl2gpu.trace.log_job import LogJob
+from dl2gpu.trace.log_lines import FileLines, line_blocks
+from dl2gpu.trace.rank_names import ranks_from_names
+from dl2gpu.trace.schema import EXIT, Trace, concat, conform
 
-__all__ = ["LogJob"]
+__all__ = ["LogJob", "read"]
+
+_WORDS: Final = f"{log_c10d.WORDS}|{log_nccl.WORDS}"
+_ENOUGH: Final = 200_000
+"""Facts of a file that are held before those that later ones replace are dropped."""
 
 
-@dataclass
-class LogJob:
-    """What a grammar is told of one attempt of a job beside the facts."""
+def read(files: Sequence[TraceFile]) -> tuple[Trace, list[Input]]:
+    """One trace of the log files of any number of jobs, and what became of each file.
 
-    name: str
-    folder: str
-    attempt: int
-    files: Sequence[TraceFile]
-    file_rank: Sequence[int | None]
-    """For each file the rank that wrote all of it; None: several, or unknown."""
-    world_size: int | None = None
-    """As the lines say; None: they do not."""
-    world: dict[tuple[str, int], int] = field(default_factory=dict)
-    """(host, process id) to global rank, where lines say it."""
+    A file without a single statement about communication is ``ignored``, unless others of its job
+    have some: then it may tell how a rank lived.
+    """
+    jobs: dict[tuple[str, str, int], list[TraceFile]] = {}
+    for file in sorted(files, key=lambda f: (f.path, f.url)):
+        key = (file.folder, file.job or file.folder, file.attempt or 0)
+        jobs.setdefault(key, []).append(file)
+    traces: list[Trace] = []
+    inputs: list[Input] = []
+    for (folder, name, attempt), members in sorted(jobs.items()):
+        made, told = _read_job(members, name, folder, attempt)
+        traces += made
+        inputs += told
+    return concat(traces), sorted(inputs, key=lambda i: i.path)
+
+
+def _read_job(
+    files: list[TraceFile], name: str, folder: str, attempt: int
+) -> tuple[list[Trace], list[Input]]:
+    told: list[Input] = []
+    read_: list[tuple[TraceFile, FileLines]] = []
+    c10d: list[pl.DataFrame] = []
+    nccl: list[pl.DataFrame] = []
+    for file in files:
+        found = FileLines()
+        number = len(read_)
+        try:
+            for lines in line_blocks(file, number, _WORDS, found):
+                c10d.append(log_c10d.extract(lines))
+                nccl.append(log_nccl.extract(lines))
+                if sum(f.height for f in c10d) > _ENOUGH:
+                    c10d = [log_c10d.reduced(pl.concat(c10d))]
+        except InputError as e:
+            told.append(Input(file.path, "quarantined", str(e), "log", name, file.rank))
+            continue
+        read_.append((file, found))
+    if not read_:
+        return [], told
+    facts = log_c10d.reduced(pl.concat(c10d)) if c10d else None
+    calls = pl.concat(nccl) if nccl else None
+    speaking = _speaking(facts, calls)
+    if not speaking:
+        reason = "a text without a line about communication"
+        told += [Input(f.path, "ignored", reason, None) for f, _ in read_]
+        return [], told
+    kept = [f for f, _ in read_]
+    job = LogJob(
+        name, folder, attempt, kept, _file_ranks(kept, facts),
+        torn=[found.torn_end for _, found in read_],
+    )  # fmt: skip
+    traces = [
+        trace
+        for number, c, n in _attempts(facts, calls)
+        if (trace := _build(c, n, replace(job, attempt=attempt + number, world={})))
+    ]
+    told += [_told(f, found, name, job.file_rank[i], traces) for i, (f, found) in enumerate(read_)]
+    return traces, told
+
+
+def _speaking(facts: pl.DataFrame | None, calls: pl.DataFrame | None) -> set[int]:
+    """Files in which a line is about communication or the death of a process."""
+    out: set[int] = set()
+    if facts is not None and facts.height:
+        loud = facts.filter(~pl.col("what").is_in(list(log_c10d.SILENT)))
+        out |= set(loud["file"].unique().to_list())
+    if calls is not None and calls.height:
+        out |= set(calls["file"].unique().to_list())
+    return out
+
+
+def _told(
+    file: TraceFile, found: FileLines, name: str, rank: int | None, traces: Iterable[Trace]
+) -> Input:
+    reasons = []
+    if found.reason:
+        reasons.append(found.reason)
+    if found.cut_lines:
+        reasons.append(f"{found.cut_lines} lines that are too long were cut")
+    events = 0
+    for trace in traces:
+        mine = trace.ranks.filter(pl.col("path") == file.path)["rank"]
+        events += trace.events.filter(pl.col("rank").is_in(mine.implode())).height
+    return Input(
+        file.path, "partial" if reasons else "read", "; ".join(reasons) or None, "log", name,
+        rank, events,
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# Ranks of whole files
+
+
+def _file_ranks(files: Sequence[TraceFile], facts: pl.DataFrame | None) -> list[int | None]:
+    """The rank that wrote each file, by ``--job-pattern`` or its name, unless its lines differ.
+
+    A number in a name is as often that of a node or of the job. Where the lines of one file
+    contradict its number, no number of the job's names is believed.
+    """
+    given = [f.rank for f in files]
+    open_ = [i for i, r in enumerate(given) if r is None]
+    if not open_:
+        return given
+    seen = _ranks_by_file(facts)
+    names = _names(files, open_, single=len(files) == 1)
+    several = any(len(seen.get(i, ())) > 1 for i in open_)
+    wrong = any(
+        rank is not None and seen.get(i) and seen[i] != {rank} for i, rank in names.items()
+    )
+    for i in open_:
+        lines = seen.get(i, set())
+        if len(lines) == 1 and not several:
+            given[i] = next(iter(lines))
+        elif not lines and not wrong and not several:
+            given[i] = names.get(i)
+    taken = [r for r in given if r is not None]
+    if len(set(taken)) != len(taken):
+        # several files of one rank (stdout and stderr) are fine, if their names say so
+        return [r if files[i].rank is not None or names.get(i) == r else None
+                for i, r in enumerate(given)]  # fmt: skip
+    return given
+
+
+def _ranks_by_file(facts: pl.DataFrame | None) -> dict[int, set[int]]:
+    if facts is None or facts.is_empty():
+        return {}
+    own = facts.filter(
+        ~pl.col("what").is_in(["exit", "exit_local", "world", "members", "differs_from"])
+    )
+    by_file = own.group_by("file").agg(
+        ranks=pl.col("rank").drop_nulls().unique(),
+        said=pl.col("said")
+        .filter(pl.col("what").str.starts_with("store") | (pl.col("what") == "barrier_waited"))
+        .drop_nulls()
+        .unique(),
+    )
+    return {f: set(r) | set(s) for f, r, s in by_file.iter_rows()}
+
+
+def _names(files: Sequence[TraceFile], open_: Sequence[int], single: bool) -> dict[int, int | None]:
+    paths = [files[i].path for i in open_]
+    if single:
+        found = re.search(r"(?i)(?<![a-z])rank[-_. =]?(\d{1,6})", paths[0])
+        return {open_[0]: int(found[1]) if found else None}
+    # files of one kind: names that differ in numbers only
+    shapes: dict[str, list[int]] = {}
+    for i, path in zip(open_, paths, strict=True):
+        shapes.setdefault(re.sub(r"\d+", "#", path), []).append(i)
+    out: dict[int, int | None] = {}
+    for members in shapes.values():
+        if len(members) > 1:
+            ranks = ranks_from_names([files[i].path for i in members]).ranks
+            out |= dict(zip(members, ranks, strict=True))
+    return out
+
+
+# --------------------------------------------------------------------------------------------------
+# Attempts
+
+
+def _attempts(
+    facts: pl.DataFrame | None, calls: pl.DataFrame | None
+) -> list[tuple[int, pl.DataFrame | None, pl.DataFrame | None]]:
+    """(attempt, facts, calls): what stands below a line on a restart is of the next attempt."""
+    if facts is None:
+        return [(0, facts, calls)]
+    marks = facts.filter(
+        (pl.col("what") == "restart") & pl.col("number").is_between(1, 10_000)
+        | (pl.col("what") == "restart_plain")
+    ).sort("file", "line")
+    if marks.is_empty():
+        return [(0, facts, calls)]
+    numbered = marks.filter(pl.col("what") == "restart")
+    marks = numbered if numbered.height else marks.with_columns(
+        # launchers of several nodes report one restart at about the same place
+        number=(pl.col("line").diff().over("file").fill_null(1 << 30) > _SAME_RESTART)
+        .cum_sum().over("file").cast(pl.Int64)
+    )  # fmt: skip
+    bounds = (
+        marks.select("file", "line", attempt=pl.col("number").cum_max().over("file"))
+        .unique(["file", "line"], keep="last", maintain_order=True)
+        .sort("line")
+    )
+
+    def numbered_rows(frame: pl.DataFrame | None) -> pl.DataFrame | None:
+        if frame is None or frame.is_empty():
+            return None
+        return (
+            frame.sort("line")
+            .join_asof(bounds, on="line", by="file", strategy="backward")
+            .with_columns(pl.col("attempt").fill_null(0))
+        )
+
+    of_facts, of_calls = numbered_rows(facts), numbered_rows(calls)
+    numbers = sorted(
+        {
+            int(n)
+            for frame in (of_facts, of_calls)
+            if frame is not None
+            for n in frame["attempt"].unique()
+        }
+    )
+
+    def part(frame: pl.DataFrame | None, number: int) -> pl.DataFrame | None:
+        if frame is None:
+            return None
+        return frame.filter(pl.col("attempt") == number).drop("attempt")
+
+    return [(n, part(of_facts, n), part(of_calls, n)) for n in numbers]
+
+
+_SAME_RESTART: Final = 60
+
+
+# --------------------------------------------------------------------------------------------------
+# Both grammars
+
+
+def _build(
+    facts: pl.DataFrame | None, calls: pl.DataFrame | None, job: LogJob
+) -> Trace | None:
+    said = log_c10d.build(facts, job) if facts is not None else None
+    if said is not None:
+        job.world_size = said.jobs["world_size"][0]
+    called = log_nccl.build(calls, job) if calls is not None and calls.height else None
+    if called is None or said is None:
+        return said if called is None else called
+    if called.events.is_empty():
+        return _with_ranks_of(said, called)
+    if said.events.height:
+        # the watchdog found it standing still
+        called = log_nccl.as_pending(called)
+    return _joined(called, said)
+
+
+def _with_ranks_of(said: Trace, called: Trace) -> Trace:
+    """The job by its c10d lines; lines on NCCL's communicators add ranks and their number."""
+    more = called.ranks.join(said.ranks, on=["job", "rank"], how="anti")
+    known = said.jobs["world_size"][0]
+    told = called.jobs["world_size"][0]
+    world = known if told is None or (known is not None and known > told) else told
+    return replace(
+        said,
+        jobs=said.jobs.with_columns(world_size=pl.lit(world, pl.Int32)),
+        ranks=pl.concat([said.ranks, more]).sort("rank"),
+    )
+
+
+def _joined(called: Trace, said: Trace) -> Trace:
+    """NCCL's calls, with what other lines say of how the ranks ended."""
+    ends = said.ranks.select(
+        "job", "rank", said_exit="exit", said_code="code", said_last="t_last", said_torn="truncated"
+    )
+    ranks = called.ranks.join(ends, on=["job", "rank"], how="left").with_columns(
+        exit=pl.when(pl.col("said_exit") != EXIT["unknown"]).then("said_exit").otherwise("exit"),
+        code=pl.coalesce("said_code", "code"),
+        t_last=pl.max_horizontal("t_last", "said_last"),
+    )
+    known = called.jobs["world_size"][0]
+    world = known if known is not None else said.jobs["world_size"][0]
+    unnamed = said.said.with_columns(comm=pl.lit(None, pl.Int32), op=pl.lit(None, pl.Int32))
+    return replace(
+        called,
+        jobs=called.jobs.with_columns(world_size=pl.lit(world, pl.Int32)),
+        ranks=conform(ranks, "ranks"),
+        said=unnamed,
+    )

@@ -13,7 +13,7 @@ from typing import Final
 
 import polars as pl
 
-from dl2gpu.trace.log_facts import facts, none
+from dl2gpu.trace.log_facts import facts, none, own
 
 __all__ = ["WORDS", "c10d_facts"]
 
@@ -40,7 +40,6 @@ _WORK: Final = (
     r"(?:, TensorShape=\[(?P<shape>[^\]]*)\])?(?:, NumelIn=(?P<nin>-?\d+))?"
     r"(?:, NumelOut=(?P<nout>-?\d+))?, Timeout\(ms\)=(?P<limit>\d+)\)"
 )
-_LEAST_LEAD: Final = 12
 _MARKS: Final = (
     r"\[[EWIF](?: |\d{3,4} )|\[Rank \d|\[PG |Watchdog caught|Work\w*\(|Rank \d+ successfully|"
     r"Detected mismatch|Rank \d+ is running|Ranks? [\d, ]+ failed|Timed out|Waiting in store|"
@@ -50,29 +49,7 @@ _MARKS: Final = (
 
 
 def _own(lines: pl.DataFrame, pattern: str) -> pl.DataFrame:
-    """Lines with ``pattern`` that are messages, not somebody's words about messages.
-
-    What stands before a message comes from launchers and loggers: a time, a level, a name, the
-    rest of a progress bar. Quotation marks, or half a sentence, make it a quotation.
-    """
-    hits = lines.filter(pl.col("text").str.contains(pattern))
-    if hits.is_empty():
-        return hits
-    lead = pl.col("text").str.extract(rf"^(.*?)(?:{_MARKS}|{pattern})").fill_null("")
-    return hits.filter(
-        (lead.str.len_bytes() < _LEAST_LEAD)
-        | (
-            ~lead.str.contains(_QUOTING)
-            & (lead.str.contains(r"it/s|s/it|%\|") | (lead.str.count_matches(r"[A-Za-z]{2,}") <= 8))
-        )
-    ).filter(~lead.str.contains(r"""["'`“»>]\s?$|(?:^|[\s=:\[({,])["'`“][^"'`]*$"""))
-
-
-_QUOTING: Final = (
-    r"""(?i)\b(?:sample|prompt|target|question|answer|example|dataset|document|completion|label|"""
-    r"""quot\w*|user|assistant|human|instruction|response|passage|snippet|old log|previous|"""
-    r"""e\.g\.|grep|stackoverflow|issue|forum|ticket|says|said|like this|for instance)\b|^\s*[>#] """
-)
+    return own(lines, pattern, _MARKS)
 
 
 def _number(text: pl.Expr) -> pl.Expr:

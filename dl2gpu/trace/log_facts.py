@@ -11,7 +11,7 @@ from typing import Final
 
 import polars as pl
 
-__all__ = ["EXCERPT", "FACTS", "facts", "none"]
+__all__ = ["EXCERPT", "FACTS", "facts", "none", "own"]
 
 FACTS: Final[dict[str, pl.DataType]] = {
     "file": pl.Int32(),
@@ -62,4 +62,39 @@ def facts(lines: pl.DataFrame, what: str | pl.Expr, **columns: pl.Expr) -> pl.Da
         if name in present
         else pl.lit(None, dtype).alias(name)
         for name, dtype in FACTS.items()
+    )
+
+
+_LEAST_LEAD: Final = 12
+_QUOTING: Final = (
+    r"""(?i)\b(?:sample|prompt|target|question|answer|example|dataset|document|completion|label|"""
+    r"""quot\w*|user|assistant|human|instruction|response|passage|snippet|old log|previous|"""
+    r"""e\.g\.|grep|stackoverflow|issue|forum|ticket|says|said|like this|for instance)\b|^\s*[>#] """
+)
+_OPEN_QUOTE: Final = r"""["'`“»>]\s?$|(?:^|[\s=:\[({,])["'`“][^"'`]*$"""
+_BAR: Final = r"it/s|s/it|%\|"
+
+
+def own(lines: pl.DataFrame, pattern: str, marks: str = "") -> pl.DataFrame:
+    """Lines with ``pattern`` that are messages, not somebody's words about messages.
+
+    What stands before a message comes from launchers and loggers: a time, a level, a name, the
+    rest of a progress bar. Quotation marks, or half a sentence, make it a quotation: training data
+    and documents hold such lines, too.
+
+    Args:
+        lines: with a column ``text``.
+        pattern: regular expression of the message.
+        marks: more of how messages begin, so that what stands before ends there.
+    """
+    hits = lines.filter(pl.col("text").str.contains(pattern))
+    if hits.is_empty():
+        return hits
+    begins = f"{marks}|{pattern}" if marks else pattern
+    lead = pl.col("text").str.extract(rf"^(.*?)(?:{begins})").fill_null("")
+    plain = ~lead.str.contains(_QUOTING) & (
+        lead.str.contains(_BAR) | (lead.str.count_matches(r"[A-Za-z]{2,}") <= 8)
+    )
+    return hits.filter(
+        ((lead.str.len_bytes() < _LEAST_LEAD) | plain) & ~lead.str.contains(_OPEN_QUOTE)
     )

@@ -181,8 +181,7 @@ _GLUE: Final = (
     r"(\[rank\d+\]:\s?\[[EWIF]\d*\s|"
     r"\[[EWIF](?:\d{3,4} [\d:.]+)? (?:ProcessGroup|TCPStore|logger|Utils|socket)\w*\.(?:cpp|hpp):\d+\]|"
     r"\[(?:rank|default)\d+\]: |"
-    r"\[\d+,\d+\]<std(?:err|out)>:|"
-    r"[A-Za-z0-9][\w.-]*:\d+:\d+ \[\d+\] (?:[\w/.]+:\d+ )?NCCL (?:INFO|WARN|TRACE) )"
+    r"\[\d+,\d+\]<std(?:err|out)>:)"
 )
 _BREAK: Final = "\x02"
 

@@ -16,6 +16,7 @@ READERS: Final[dict[str, str]] = {
     "native": "dl2gpu.trace.native",
     "parquet": "dl2gpu.trace.native_parquet",
     "flight_recorder": "dl2gpu.trace.flight_recorder",
+    "log": "dl2gpu.trace.log",
 }
 """Module of each format; its ``read(files)`` gives the trace and an Input for each file."""
 
