@@ -35,6 +35,8 @@ from dl2gpu.trace.schema import EXIT, Trace, concat, conform
 __all__ = ["LogJob", "read"]
 
 _WORDS: Final = f"{log_c10d.WORDS}|{log_nccl.WORDS}"
+_TRAINING: Final = 3
+"""Lines on steps by which a text is the log of a training job, even if it says nothing else."""
 _ENOUGH: Final = 200_000
 """Facts of a file that are held before those that later ones replace are dropped."""
 
@@ -102,11 +104,13 @@ def _read_job(
 
 
 def _speaking(facts: pl.DataFrame | None, calls: pl.DataFrame | None) -> set[int]:
-    """Files in which a line is about communication or the death of a process."""
+    """Files in which a line is about communication, the death of a process, or training steps."""
     out: set[int] = set()
     if facts is not None and facts.height:
+        steps = facts.filter(pl.col("what") == "step").group_by("file").len()
         loud = facts.filter(~pl.col("what").is_in(list(log_c10d.SILENT)))
         out |= set(loud["file"].unique().to_list())
+        out |= set(steps.filter(pl.col("len") >= _TRAINING)["file"].to_list())
     if calls is not None and calls.height:
         out |= set(calls["file"].unique().to_list())
     return out
@@ -230,7 +234,7 @@ def _attempts(
             return None
         return (
             frame.sort("line")
-            .join_asof(bounds, on="line", by="file", strategy="backward")
+            .join_asof(bounds, on="line", by="file", strategy="backward", check_sortedness=False)
             .with_columns(pl.col("attempt").fill_null(0))
         )
 

@@ -17,6 +17,7 @@ import polars as pl
 
 from dl2gpu.trace import log_c10d_lines, log_life
 from dl2gpu.trace.flight_recorder_names import operation
+from dl2gpu.trace.log_deaths import with_crashes, without_stale
 from dl2gpu.trace.log_job import LogJob
 from dl2gpu.trace.schema import (
     EXIT,
@@ -59,7 +60,7 @@ def build(facts: pl.DataFrame, job: LogJob) -> Trace | None:
     if facts.is_empty():
         return None
     facts = _with_ranks(facts.sort("file", "line", "part"), job)
-    facts = _with_comms(_sane(facts))
+    facts = with_crashes(without_stale(_with_comms(_sane(facts))))
     strings = StringTable()
     world = _world(facts)
     comms = _comms(facts, world)
@@ -329,6 +330,7 @@ def _ranks(facts: pl.DataFrame, job: LogJob) -> pl.DataFrame:
         t_last=pl.col("t").filter(own).max(),
         finished=(pl.col("what") == "end").any(),
         code=pl.col("number").filter(pl.col("what") == "exit").first(),
+        crashed=(pl.col("what") == "crash").any(),
         file=pl.coalesce(pl.col("file").filter(own).first(), pl.col("file").first()),
     )
     # a rank of which only a launcher tells, or the name of an otherwise empty file
@@ -349,10 +351,10 @@ def _ranks(facts: pl.DataFrame, job: LogJob) -> pl.DataFrame:
     torn = [bool(i < len(job.torn) and job.torn[i]) for i in range(len(job.files))]
     ranks = ranks.join(paths, on="file", how="left").with_columns(
         job=pl.lit(0),
-        exit=pl.when(pl.col("code") == 0).then(EXIT["finished"])
-        .when(pl.col("code") == -9).then(EXIT["killed"])
-        .when(pl.col("code").is_not_null()).then(EXIT["crashed"])
-        .when(pl.col("finished")).then(EXIT["finished"])
+        # a code alone is no crash: who gave up waiting was aborted, too
+        exit=pl.when(pl.col("crashed") & (pl.col("code") == -9)).then(EXIT["killed"])
+        .when(pl.col("crashed")).then(EXIT["crashed"])
+        .when((pl.col("code") == 0) | pl.col("finished")).then(EXIT["finished"])
         .otherwise(EXIT["unknown"]),
         truncated=pl.col("file").replace_strict(
             list(range(len(torn))), torn, default=False, return_dtype=pl.Boolean

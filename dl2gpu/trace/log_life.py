@@ -95,33 +95,28 @@ def _lives(lines: pl.DataFrame) -> pl.DataFrame:
     )
     return pl.concat(
         [
-            facts(
-                steps, "step", number=text.str.extract(_STEP_NUMBER),
-                count=pl.len().over("file", "rank"),
-            ),
-            facts(alive, "life", count=pl.len().over("file", "rank")),
+            facts(steps, "step", number=text.str.extract(_STEP_NUMBER)),
+            facts(alive, "life"),
         ]
     ).pipe(last_lives)  # fmt: skip
 
 
-def last_lives(found: pl.DataFrame) -> pl.DataFrame:
-    """Of steps and signs of life the last for each (file, rank); ``count`` is how many there were.
+_STEPS_KEPT: Final = 8
+"""Steps of a (file, rank) that are kept: enough to see that a job went on after a message."""
 
-    Also keeps the last two of steps apart from one that stands alone: ``count`` adds up.
+
+def last_lives(found: pl.DataFrame) -> pl.DataFrame:
+    """The last sign of life and the last steps of each (file, rank); other facts as they are.
+
+    ``t`` of a sign of life is the last time that any line of its (file, rank) has.
     """
     lives = pl.col("what").is_in(["step", "life"])
-    last = (
-        found.filter(lives)
-        .sort("file", "line", "part")
-        .group_by("what", "file", "rank", maintain_order=True)
-        .agg(
-            pl.exclude("count", "t").last(),
-            pl.col("t").drop_nulls().last(),
-            pl.col("count").last(),
-        )
-        .select(found.columns)
-    )
-    return pl.concat([found.filter(~lives), last])
+    alive = found.filter(lives).sort("file", "line", "part")
+    key = ["what", "file", "rank"]
+    alive = alive.with_columns(t=pl.col("t").forward_fill().over(key))
+    back = pl.len().over(key) - pl.int_range(pl.len()).over(key)
+    kept = pl.when(pl.col("what") == "life").then(1).otherwise(_STEPS_KEPT)
+    return pl.concat([found.filter(~lives), alive.filter(back <= kept)])
 
 
 def _ends(lines: pl.DataFrame) -> pl.DataFrame:
