@@ -52,6 +52,8 @@ def summary_of(f: Finding) -> str:
         return f"{left} left out {_left_out(f)}that the others made; it shows at {at}."
     if f.kind == "missing_participant" and f.reason == "other_group":
         return f"{waiting} for {gone}, at work in a group of their own."
+    if f.kind == "missing_participant" and f.reason == "stalled":
+        return f"{waiting} for {gone}, without a sign that those will make the call."
     if f.kind == "missing_participant":
         return f"{waiting} for {gone}, which ended without it."
     if f.kind == "unmatched_p2p":
@@ -68,6 +70,8 @@ def summary_of(f: Finding) -> str:
         return f"All participants are present and agree at {at}, and it does not complete."
     if f.reason == "other_attempt":
         return f"{waiting} for {gone}, whose record is of another attempt of the job."
+    if f.reason == "no_calls":
+        return f"{_start(others)} have made the same calls, and none since the report before."
     if f.reason == "no_data":
         return f"{waiting} for {gone}, of which there is no usable record."
     return (

@@ -17,6 +17,7 @@ READERS: Final[dict[str, str]] = {
     "parquet": "dl2gpu.trace.native_parquet",
     "flight_recorder": "dl2gpu.trace.flight_recorder",
     "log": "dl2gpu.trace.log",
+    "ras": "dl2gpu.trace.ras",
 }
 """Module of each format; its ``read(files)`` gives the trace and an Input for each file."""
 

@@ -46,7 +46,7 @@ _KINETO = _not_yet("kineto", "Kineto (PyTorch profiler) trace")
 _EXECUTION_TRACE = _not_yet("execution_trace", "PyTorch execution trace")
 _CHAKRA = _not_yet("chakra", "Chakra trace")
 _NCCL_LOG = _not_yet("nccl_log", "NCCL log")
-_RAS = _not_yet("ras", "NCCL RAS output")
+_RAS = Kind("ras")
 _UNKNOWN_JSON = Kind(None, "ignored", "JSON, but not a trace")
 _UNKNOWN = Kind(None, "ignored", "not a trace: the content is of no known format")
 
@@ -229,17 +229,26 @@ def _text(head: bytes, text: bytes) -> Kind:
         return Kind(None, "ignored", "an archive: unpack it first")
     if text.startswith(b"V|1|base_timestamp="):
         return _not_yet("clog", "TorchComms log")
+    if _is_ras(head):
+        return _RAS
     if b" NCCL INFO " in head or b"NCCL version " in head:
         return _NCCL_LOG
     if b"Watchdog caught" in head or b"ProcessGroupNCCL" in head:
         return _not_yet("watchdog_log", "PyTorch watchdog log")
-    if b"Job summary" in head and b"=====" in head:
-        return _RAS
     if b" entering at walltime " in head:
         return _not_yet("dumpi", "DUMPI text trace")
     if _is_chakra(head):
         return _CHAKRA
     return _UNKNOWN
+
+
+def _is_ras(head: bytes) -> bool:
+    """A report of NCCL's RAS: its text, or JSON behind the lines of the protocol."""
+    if b" NCCL INFO " in head:
+        return False
+    return (b"Job summary" in head and b"=====" in head) or (
+        head.lstrip().startswith((b"SERVER PROTOCOL", b"OK\n")) and b'"nccl_version"' in head
+    )
 
 
 def _is_chakra(head: bytes) -> bool:
