@@ -23,7 +23,6 @@ from dl2gpu.analysis.logs import from_logs, without_log_events
 from dl2gpu.analysis.matching import Matching, match
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.ras import report_findings
-from dl2gpu.analysis.ras import report_findings
 from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, build, run
 from dl2gpu.analysis.roots import find_causes
 from dl2gpu.analysis.shares import over_shares
@@ -141,7 +140,6 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
         findings += _potentials(p, names, calm, through)
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
-    findings += report_findings(m)
     findings += report_findings(m)
     findings, unsettled = host_called.sifted(m, findings)
     open_jobs |= unsettled
