@@ -79,6 +79,9 @@ def _as_seen(f: Finding) -> Finding:
     """The finding at the level of a record; a program would prove it."""
     if f.evidence == "proven":
         f = replace(f, evidence="observed")
+    if f.kind == "stalled_rank" and f.reason == "stalled":
+        # calls do not show whether such a rank is alive
+        f = replace(f, kind="missing_participant", evidence="inferred", deadlocked=None)
     if f.kind == "order_inversion" and any(h["op"] in ("send", "recv") for h in f.hangs_at):
         # the other half of the message is not in the record: it may have been left out altogether
         f = replace(f, kind="cycle")

@@ -18,6 +18,8 @@ Source: FORMATS.md sections 5, 6 and 9; LOG_LINES.md.
 
 from __future__ import annotations
 
+import calendar
+import datetime
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -25,7 +27,7 @@ from typing import Final
 
 import polars as pl
 
-from dl2gpu.trace import log_c10d, log_nccl
+from dl2gpu.trace import log_c10d, log_facts, log_nccl
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.log_job import LogJob
 from dl2gpu.trace.log_lines import FileLines, line_blocks
@@ -47,21 +49,20 @@ def read(files: Sequence[TraceFile]) -> tuple[Trace, list[Input]]:
     A file without a single statement about communication is ``ignored``, unless others of its job
     have some: then it may tell how a rank lived.
     """
-    jobs: dict[tuple[str, str, int], list[TraceFile]] = {}
+    jobs: dict[tuple[str, str], list[TraceFile]] = {}
     for file in sorted(files, key=lambda f: (f.path, f.url)):
-        key = (file.folder, file.job or file.folder, file.attempt or 0)
-        jobs.setdefault(key, []).append(file)
+        jobs.setdefault((file.folder, file.job or file.folder), []).append(file)
     traces: list[Trace] = []
     inputs: list[Input] = []
-    for (folder, name, attempt), members in sorted(jobs.items()):
-        made, told = _read_job(members, name, folder, attempt)
+    for (folder, name), members in sorted(jobs.items()):
+        made, told = _read_job(members, name, folder)
         traces += made
         inputs += told
     return concat(traces), sorted(inputs, key=lambda i: i.path)
 
 
 def _read_job(
-    files: list[TraceFile], name: str, folder: str, attempt: int
+    files: list[TraceFile], name: str, folder: str
 ) -> tuple[list[Trace], list[Input]]:
     told: list[Input] = []
     read_: list[tuple[TraceFile, FileLines]] = []
@@ -90,17 +91,41 @@ def _read_job(
         told += [Input(f.path, "ignored", reason, None) for f, _ in read_]
         return [], told
     kept = [f for f, _ in read_]
-    job = LogJob(
-        name, folder, attempt, kept, _file_ranks(kept, facts),
-        torn=[found.torn_end for _, found in read_],
-    )  # fmt: skip
-    traces = [
-        trace
-        for number, c, n in _attempts(facts, calls)
-        if (trace := _build(c, n, replace(job, attempt=attempt + number, world={})))
-    ]
-    told += [_told(f, found, name, job.file_rank[i], traces) for i, (f, found) in enumerate(read_)]
+    torn = [found.torn_end for _, found in read_]
+    facts = _with_year(facts, [found for _, found in read_])
+    ranks = _file_ranks(kept, facts)
+    traces = []
+    for attempt, of_facts, of_calls in _attempts(facts, calls, [f.attempt for f in kept]):
+        mine = [f.attempt in (None, attempt) for f in kept]
+        job = LogJob(
+            name, folder, attempt, kept,
+            [r if m else None for r, m in zip(ranks, mine, strict=True)],
+            torn=[t and m for t, m in zip(torn, mine, strict=True)],
+        )  # fmt: skip
+        trace = _build(of_facts, of_calls, job)
+        if trace is not None:
+            traces.append(trace)
+    told += [_told(f, found, name, ranks[i], traces) for i, (f, found) in enumerate(read_)]
     return traces, told
+
+
+def _with_year(
+    facts: pl.DataFrame | None, found: Sequence[FileLines]
+) -> pl.DataFrame | None:
+    """Times of files that name no year in that of another file of the job."""
+    years = [f.year for f in found if f.year is not None]
+    bare = [i for i, f in enumerate(found) if f.year is None]
+    if facts is None or not years or not bare:
+        return facts
+    days = (datetime.date(years[0], 1, 1) - datetime.date(1970, 1, 1)).days
+    leap = calendar.isleap(years[0])
+    month = pl.from_epoch("t", time_unit="ns").dt.month()
+    shift = (days + pl.when(leap & (month > 2)).then(1).otherwise(0)) * 86_400_000_000_000
+    moved = pl.col("file").is_in(bare) & (pl.col("t") < _YEAR)
+    return facts.with_columns(t=pl.when(moved).then(pl.col("t") + shift).otherwise("t"))
+
+
+_YEAR: Final = 366 * 86_400_000_000_000
 
 
 def _speaking(facts: pl.DataFrame | None, calls: pl.DataFrame | None) -> set[int]:
@@ -144,28 +169,37 @@ def _file_ranks(files: Sequence[TraceFile], facts: pl.DataFrame | None) -> list[
     A number in a name is as often that of a node or of the job. Where the lines of one file
     contradict its number, no number of the job's names is believed.
     """
-    given = [f.rank for f in files]
-    open_ = [i for i, r in enumerate(given) if r is None]
-    if not open_:
-        return given
     seen = _ranks_by_file(facts)
-    names = _names(files, open_, single=len(files) == 1)
+    out: list[int | None] = [f.rank for f in files]
+    for attempt in sorted({f.attempt for f in files}, key=lambda a: -1 if a is None else a):
+        mine = [i for i, f in enumerate(files) if f.attempt == attempt and f.rank is None]
+        if mine:
+            for i, rank in _named_ranks(files, mine, seen, single=len(files) == 1).items():
+                out[i] = rank
+    return out
+
+
+def _named_ranks(
+    files: Sequence[TraceFile], open_: Sequence[int], seen: dict[int, set[int]], *, single: bool
+) -> dict[int, int | None]:
+    """Ranks of the files ``open_`` of one attempt."""
+    names = _names(files, open_, single=single)
     several = any(len(seen.get(i, ())) > 1 for i in open_)
     wrong = any(
         rank is not None and seen.get(i) and seen[i] != {rank} for i, rank in names.items()
     )
+    out: dict[int, int | None] = {}
     for i in open_:
         lines = seen.get(i, set())
         if len(lines) == 1 and not several:
-            given[i] = next(iter(lines))
+            out[i] = next(iter(lines))
         elif not lines and not wrong and not several:
-            given[i] = names.get(i)
-    taken = [r for r in given if r is not None]
+            out[i] = names.get(i)
+    taken = [r for r in out.values() if r is not None]
     if len(set(taken)) != len(taken):
         # several files of one rank (stdout and stderr) are fine, if their names say so
-        return [r if files[i].rank is not None or names.get(i) == r else None
-                for i, r in enumerate(given)]  # fmt: skip
-    return given
+        return {i: r for i, r in out.items() if names.get(i) == r}
+    return out
 
 
 def _ranks_by_file(facts: pl.DataFrame | None) -> dict[int, set[int]]:
@@ -206,17 +240,24 @@ def _names(files: Sequence[TraceFile], open_: Sequence[int], single: bool) -> di
 
 
 def _attempts(
-    facts: pl.DataFrame | None, calls: pl.DataFrame | None
+    facts: pl.DataFrame | None, calls: pl.DataFrame | None, given: Sequence[int | None]
 ) -> list[tuple[int, pl.DataFrame | None, pl.DataFrame | None]]:
-    """(attempt, facts, calls): what stands below a line on a restart is of the next attempt."""
+    """(attempt, facts, calls): what stands below a line on a restart is of the next attempt.
+
+    ``given``: for each file the attempt that its folder or ``--job-pattern`` says; None: neither.
+    """
     if facts is None:
-        return [(0, facts, calls)]
+        facts = log_facts.none()
     marks = facts.filter(
         (pl.col("what") == "restart") & pl.col("number").is_between(1, 10_000)
         | (pl.col("what") == "restart_plain")
     ).sort("file", "line")
-    if marks.is_empty():
+    if marks.is_empty() and not any(given):
         return [(0, facts, calls)]
+    of_file = pl.DataFrame(
+        {"file": range(len(given)), "given": list(given)},
+        schema={"file": pl.Int32(), "given": pl.Int64()},
+    )
     numbered = marks.filter(pl.col("what") == "restart")
     marks = numbered if numbered.height else marks.with_columns(
         # launchers of several nodes report one restart at about the same place
@@ -224,7 +265,8 @@ def _attempts(
         .cum_sum().over("file").cast(pl.Int64)
     )  # fmt: skip
     bounds = (
-        marks.select("file", "line", attempt=pl.col("number").cum_max().over("file"))
+        marks.filter(pl.col("file").is_in([i for i, a in enumerate(given) if a is None]))
+        .select("file", "line", attempt=pl.col("number").cum_max().over("file"))
         .unique(["file", "line"], keep="last", maintain_order=True)
         .sort("line")
     )
@@ -235,7 +277,9 @@ def _attempts(
         return (
             frame.sort("line")
             .join_asof(bounds, on="line", by="file", strategy="backward", check_sortedness=False)
-            .with_columns(pl.col("attempt").fill_null(0))
+            .join(of_file, on="file", how="left")
+            .with_columns(attempt=pl.coalesce("given", "attempt", pl.lit(0, pl.Int64)))
+            .drop("given")
         )
 
     of_facts, of_calls = numbered_rows(facts), numbered_rows(calls)

@@ -260,6 +260,11 @@ def _op_codes(ops: pl.Series, strings: StringTable) -> pl.Series:
     return ops.replace_strict(codes, default=None, return_dtype=pl.Int32)
 
 
+def _dated(t: pl.Expr) -> pl.Expr:
+    """A time of which the year is known; others only tell before from after."""
+    return pl.when(t > 2 * 366 * 86_400_000_000_000).then(t)
+
+
 def _events(facts: pl.DataFrame) -> pl.DataFrame:
     """One event for each operation that timed out on a rank."""
     timeouts = (
@@ -291,7 +296,7 @@ def _events(facts: pl.DataFrame) -> pl.DataFrame:
             .otherwise(STATE["scheduled"]),
             flags=pl.when(p2p).then(0).otherwise(FLAG["sizes_incomparable"])
             | pl.lit(FLAG["state_unreliable"]),
-            t_created=pl.col("t") - pl.col("number").clip(0, 1 << 40) * 1_000_000,
+            t_created=_dated(pl.col("t") - pl.col("number").clip(0, 1 << 40) * 1_000_000),
             root=pl.lit(None, pl.Int32),
         ),
         "events",
@@ -327,7 +332,7 @@ def _ranks(facts: pl.DataFrame, job: LogJob) -> pl.DataFrame:
     seen = facts.filter(pl.col("rank").is_between(0, _MOST))
     own = ~pl.col("what").is_in(_OF_OTHERS)
     ranks = seen.group_by("rank").agg(
-        t_last=pl.col("t").filter(own).max(),
+        t_last=_dated(pl.col("t").filter(own).max()),
         finished=(pl.col("what") == "end").any(),
         code=pl.col("number").filter(pl.col("what") == "exit").first(),
         crashed=(pl.col("what") == "crash").any(),
