@@ -20,17 +20,19 @@ from __future__ import annotations
 
 import calendar
 import datetime
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
 import polars as pl
 
 from dl2gpu.trace import log_c10d, log_facts, log_nccl
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.log_job import LogJob
-from dl2gpu.trace.log_lines import FileLines, line_blocks
+from dl2gpu.trace.log_lines import FileLines, line_blocks, parse
 from dl2gpu.trace.rank_names import ranks_from_names
 from dl2gpu.trace.schema import EXIT, Trace, concat, conform
 
@@ -39,8 +41,10 @@ __all__ = ["LogJob", "read"]
 _WORDS: Final = f"{log_c10d.WORDS}|{log_nccl.WORDS}"
 _TRAINING: Final = 3
 """Lines on steps by which a text is the log of a training job, even if it says nothing else."""
+_BATCH: Final = 100_000
+"""Lines that are looked at together: a look costs as much for ten lines as for ten thousand."""
 _ENOUGH: Final = 200_000
-"""Facts of a file that are held before those that later ones replace are dropped."""
+"""Facts that are held before those that later ones replace are dropped."""
 
 
 def read(files: Sequence[TraceFile]) -> tuple[Trace, list[Input]]:
@@ -52,47 +56,101 @@ def read(files: Sequence[TraceFile]) -> tuple[Trace, list[Input]]:
     jobs: dict[tuple[str, str], list[TraceFile]] = {}
     for file in sorted(files, key=lambda f: (f.path, f.url)):
         jobs.setdefault((file.folder, file.job or file.folder), []).append(file)
-    traces: list[Trace] = []
+    whole = _Lines()
     inputs: list[Input] = []
+    spans: list[tuple[str, str, int, int]] = []
     for (folder, name), members in sorted(jobs.items()):
-        made, told = _read_job(members, name, folder)
+        first = len(whole.files)
+        for file in members:
+            try:
+                whole.read(file)
+            except InputError as e:
+                inputs.append(Input(file.path, "quarantined", str(e), "log", name, file.rank))
+        spans.append((folder, name, first, len(whole.files)))
+    facts, calls = whole.facts()
+    traces: list[Trace] = []
+    for folder, name, first, end in spans:
+        made, told = _one_job(
+            whole.files[first:end], whole.found[first:end], name, folder,
+            _slice(facts, first, end), _slice(calls, first, end),
+        )  # fmt: skip
         traces += made
         inputs += told
     return concat(traces), sorted(inputs, key=lambda i: i.path)
 
 
-def _read_job(
-    files: list[TraceFile], name: str, folder: str
-) -> tuple[list[Trace], list[Input]]:
-    told: list[Input] = []
-    read_: list[tuple[TraceFile, FileLines]] = []
-    c10d: list[pl.DataFrame] = []
-    nccl: list[pl.DataFrame] = []
-    for file in files:
+class _Lines:
+    """Facts of the lines of many files: small ones are looked at together."""
+
+    def __init__(self) -> None:
+        self.files: list[TraceFile] = []
+        self.found: list[FileLines] = []
+        self._raw: list[pl.DataFrame] = []
+        self._rows = 0
+        self._c10d: list[pl.DataFrame] = []
+        self._nccl: list[pl.DataFrame] = []
+
+    def read(self, file: TraceFile) -> None:
+        """Adds the lines of ``file``; raises InputError where it cannot be opened."""
         found = FileLines()
-        number = len(read_)
-        try:
-            for lines in line_blocks(file, number, _WORDS, found):
-                c10d.append(log_c10d.extract(lines))
-                nccl.append(log_nccl.extract(lines))
-                if sum(f.height for f in c10d) > _ENOUGH:
-                    c10d = [log_c10d.reduced(pl.concat(c10d))]
-        except InputError as e:
-            told.append(Input(file.path, "quarantined", str(e), "log", name, file.rank))
-            continue
-        read_.append((file, found))
-    if not read_:
-        return [], told
-    facts = log_c10d.reduced(pl.concat(c10d)) if c10d else None
-    calls = pl.concat(nccl) if nccl else None
-    speaking = _speaking(facts, calls)
-    if not speaking:
+        number = len(self.files)
+        blocks = line_blocks(file, number, _WORDS, found)
+        first = next(blocks, None)
+        self.files.append(file)
+        self.found.append(found)
+        if first is None:
+            return
+        for raw in itertools.chain([first], blocks):
+            self._raw.append(raw)
+            self._rows += raw.height
+            if self._rows >= _BATCH:
+                self._extract()
+
+    def _extract(self) -> None:
+        if not self._raw:
+            return
+        lines = parse(pl.concat(self._raw), self.found)
+        self._raw, self._rows = [], 0
+        self._c10d.append(log_c10d.extract(lines))
+        self._nccl.append(log_nccl.extract(lines))
+        if sum(f.height for f in self._c10d) > _ENOUGH:
+            self._c10d = [log_c10d.reduced(pl.concat(self._c10d))]
+
+    def facts(self) -> tuple[pl.DataFrame | None, pl.DataFrame | None]:
+        """All facts of each grammar, sorted by file; None where there was no line."""
+        self._extract()
+        if not self._c10d:
+            return None, None
+        facts = log_c10d.reduced(pl.concat(self._c10d)).sort("file", "line", "part")
+        return facts, pl.concat(self._nccl).sort("file", maintain_order=True)
+
+
+def _slice(facts: pl.DataFrame | None, first: int, end: int) -> pl.DataFrame | None:
+    """The rows of files ``first`` to ``end - 1``, with files numbered from 0."""
+    if facts is None:
+        return None
+    lo, hi = np.searchsorted(facts["file"].to_numpy(), [first, end])
+    return facts[int(lo) : int(hi)].with_columns(pl.col("file") - first)
+
+
+def _one_job(
+    kept: list[TraceFile],
+    found: list[FileLines],
+    name: str,
+    folder: str,
+    facts: pl.DataFrame | None,
+    calls: pl.DataFrame | None,
+) -> tuple[list[Trace], list[Input]]:
+    if not kept:
+        return [], []
+    if not _speaking(facts, calls):
         reason = "a text without a line about communication"
-        told += [Input(f.path, "ignored", reason, None) for f, _ in read_]
-        return [], told
-    kept = [f for f, _ in read_]
-    torn = [found.torn_end for _, found in read_]
-    facts = _with_year(facts, [found for _, found in read_])
+        return [], [
+            Input(f.path, "ignored", reason if found[i].lines else "empty file")
+            for i, f in enumerate(kept)
+        ]
+    torn = [f.torn_end for f in found]
+    facts = _with_year(facts, found)
     ranks = _file_ranks(kept, facts)
     traces = []
     for attempt, of_facts, of_calls in _attempts(facts, calls, [f.attempt for f in kept]):
@@ -105,8 +163,7 @@ def _read_job(
         trace = _build(of_facts, of_calls, job)
         if trace is not None:
             traces.append(trace)
-    told += [_told(f, found, name, ranks[i], traces) for i, (f, found) in enumerate(read_)]
-    return traces, told
+    return traces, [_told(f, found[i], name, ranks[i], traces) for i, f in enumerate(kept)]
 
 
 def _with_year(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import codecs
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,11 +69,11 @@ class FileLines:
 def line_blocks(
     file: TraceFile, number: int, words: str, found: FileLines, limits: Limits = DEFAULT
 ) -> Iterator[pl.DataFrame]:
-    """Frames of :data:`LINES` of the wanted lines of one file, in order.
+    """The wanted physical lines of one file, in order: ``file``, ``line``, ``text``.
 
     Args:
         file: what to read.
-        number: its index in the job.
+        number: its index.
         words: regular expression (Rust) of what makes a line worth a row.
         found: is filled.
 
@@ -83,24 +83,24 @@ def line_blocks(
     tail: list[pl.DataFrame] = []
     for block, first in _blocks(file, found, limits):
         lines = pl.read_lines(io.BytesIO(block), name="text").with_row_index("line", first)
-        if "text" not in lines.columns or lines.is_empty():
-            continue
+        lines = lines.select(
+            pl.lit(number, pl.Int32).alias("file"), pl.col("line").cast(pl.Int64), "text"
+        )
         found.lines = first - 1 + lines.height
         wanted = pl.col("text").str.contains(words)
         if first <= HEAD:
             wanted |= pl.col("line") <= HEAD
         tail = [*tail, lines.tail(TAIL)]
         kept = lines.filter(wanted)
-        # lines that turn out to be among the last ones come once more below
         if kept.height:
-            yield parse(kept, number, found)
+            yield kept
         while len(tail) > 1 and sum(f.height for f in tail[1:]) >= TAIL:
             tail.pop(0)
     if tail:
         last = pl.concat(tail).tail(TAIL)
         last = last.filter((pl.col("line") > HEAD) & ~pl.col("text").str.contains(words))
         if last.height:
-            yield parse(last, number, found)
+            yield last
 
 
 def _blocks(file: TraceFile, found: FileLines, limits: Limits) -> Iterator[tuple[bytes, int]]:
@@ -186,16 +186,16 @@ _GLUE: Final = (
 _BREAK: Final = "\x02"
 
 
-def parse(lines: pl.DataFrame, number: int, found: FileLines) -> pl.DataFrame:
-    """Physical lines (``line``, ``text``) as rows of :data:`LINES`.
+def parse(lines: pl.DataFrame, found: Sequence[FileLines]) -> pl.DataFrame:
+    """Physical lines (``file``, ``line``, ``text``) of any number of files as rows of :data:`LINES`.
 
-    ``found.year`` is filled from the first date with a year.
+    ``found``: by number of the file; ``year`` and ``tasks`` are filled from its first lines.
     """
-    text = pl.col("text").str.head(LONGEST)
-    frame = lines.select(
-        pl.lit(number, pl.Int32).alias("file"),
-        pl.col("line").cast(pl.Int64),
-        text=text.str.replace_all(_COLOUR, "").str.replace_all(_BREAK, " ", literal=True),
+    frame = lines.with_columns(
+        text=pl.col("text")
+        .str.head(LONGEST)
+        .str.replace_all(_COLOUR, "")
+        .str.replace_all(_BREAK, " ", literal=True)
     )
     # a progress bar comes back to the beginning of its line; what is quoted is not cut
     frame = frame.with_columns(
@@ -253,55 +253,72 @@ def _unglued(text: pl.Expr) -> pl.Expr:
     )
 
 
-def _with_origin(frame: pl.DataFrame, found: FileLines) -> pl.DataFrame:
+def _with_origin(frame: pl.DataFrame, found: Sequence[FileLines]) -> pl.DataFrame:
     text = pl.col("text")
-    date = text.str.extract_groups(_DATE)
-    glog = text.str.extract_groups(_GLOG)
-    if found.tasks is None and frame.height:
-        # one such line may be a list in somebody's text; a label is on every line
-        share = frame.filter(text.str.len_bytes() > 0).select(text.str.contains(_SRUN).mean())
-        found.tasks = (share.item() or 0.0) > 0.8
-    task = text.str.extract(_SRUN) if found.tasks else pl.lit(None, pl.String)
     frame = frame.with_columns(
-        rank=pl.coalesce(text.str.extract(_RANK_AT), text.str.extract(_MPI), task).cast(
-            pl.Int32, strict=False
-        ),
-        local=text.str.extract(_LOCAL).cast(pl.Int32, strict=False),
         host=text.str.extract(_NCCL, 1),
         pid=text.str.extract(_NCCL, 2).cast(pl.Int64, strict=False),
         ray=text.str.extract_groups(_RAY),
-        date=date,
-        glog=glog,
+        date=text.str.extract_groups(_DATE),
+        glog=text.str.extract_groups(_GLOG),
+        task=text.str.extract(_SRUN),
     )
-    frame = frame.with_columns(
+    _learn(frame, found)
+    labelled = [i for i, f in enumerate(found) if f.tasks]
+    years = pl.DataFrame(
+        {"file": range(len(found)), "year": [f.year for f in found]},
+        schema={"file": pl.Int32(), "year": pl.Int32()},
+    )
+    frame = frame.join(years, on="file", how="left", maintain_order="left").with_columns(
+        rank=pl.coalesce(
+            text.str.extract(_RANK_AT),
+            text.str.extract(_MPI),
+            pl.when(pl.col("file").is_in(labelled)).then("task"),
+        ).cast(pl.Int32, strict=False),
+        local=text.str.extract(_LOCAL).cast(pl.Int32, strict=False),
         pid=pl.coalesce("pid", pl.col("ray").struct.field("2").cast(pl.Int64, strict=False)),
         host=pl.coalesce("host", pl.col("ray").struct.field("3")),
     )
-    if found.year is None:
-        years = frame["date"].struct.field("1").drop_nulls()
-        if len(years):
-            found.year = int(years[0])
     return frame.with_columns(
-        t=pl.coalesce(
-            _time("glog", str(found.year) if found.year is not None else None), _time("date", "")
-        ),
+        t=pl.coalesce(_time("glog", pl.col("year").fill_null(1970), 1), _time("date", None, 2)),
         text=text.str.replace(_PREFIX, ""),
     ).select([pl.col(c).cast(d) for c, d in LINES.items()])
 
 
-def _time(column: str, year: str | None) -> pl.Expr:
-    """ns since the epoch of the groups of a date; ``year`` "" = the first group is it.
+def _learn(frame: pl.DataFrame, found: Sequence[FileLines]) -> None:
+    """Fills ``year`` and ``tasks`` of files from their first lines."""
+    seen = frame.group_by("file").agg(
+        year=pl.col("date").struct.field("1").drop_nulls().first().cast(pl.Int32, strict=False),
+        # one such line may be a list in somebody's text; a label is on every line
+        tasks=pl.col("task").is_not_null().filter(pl.col("text").str.len_bytes() > 0).mean(),
+    )
+    for number, year, tasks in seen.iter_rows():
+        file = found[number]
+        file.year = year if file.year is None else file.year
+        file.tasks = (tasks or 0.0) > _LABELLED if file.tasks is None else file.tasks
+
+
+_LABELLED: Final = 0.8
+
+
+def _time(column: str, year: pl.Expr | None, first: int) -> pl.Expr:
+    """ns since the epoch of the groups of a date.
 
     A date without a year, in a file that names none, is of 1970: differences are right.
+
+    Args:
+        column: struct of the groups.
+        year: None: it is the first group.
+        first: the group with the month.
     """
-    f = [pl.col(column).struct.field(str(i)).cast(pl.Int32, strict=False) for i in range(1, 7)]
-    if year == "":
-        y, parts = f[0], f[1:6]
-        fraction = pl.col(column).struct.field("7")
-    else:
-        y, parts = pl.lit(int(year) if year else 1970, pl.Int32), f[0:5]
-        fraction = pl.col(column).struct.field("6")
-    month, day, hour, minute, second = parts
+
+    def group(number: int) -> pl.Expr:
+        return pl.col(column).struct.field(str(number))
+
+    y = year if year is not None else group(1).cast(pl.Int32, strict=False)
+    month, day, hour, minute, second = (
+        group(first + i).cast(pl.Int32, strict=False) for i in range(5)
+    )
     valid = (
         y.is_between(1970, 2200)
         & month.is_between(1, 12)
@@ -310,9 +327,9 @@ def _time(column: str, year: str | None) -> pl.Expr:
         & minute.is_between(0, 59)
         & second.is_between(0, 59)
     )
-    days = _days(y, month, day)
-    seconds = ((days * 24 + hour) * 60 + minute) * 60 + second
-    ns = fraction.fill_null("0").str.pad_end(9, "0").cast(pl.Int64, strict=False)
+    seconds = ((_days(y, month, day) * 24 + hour) * 60 + minute) * 60 + second
+    fraction = group(first + 5).fill_null("0").str.pad_end(9, "0")
+    ns = fraction.cast(pl.Int64, strict=False)
     return pl.when(valid.fill_null(False)).then(seconds * 1_000_000_000 + ns)
 
 
