@@ -109,24 +109,29 @@ def extract(lines: pl.DataFrame) -> pl.DataFrame:
     base = _positions(lines)
     if base.is_empty():
         return pl.DataFrame(schema=FACTS)
-    return _rows(_mended(_processes(_split_glued(base))))
+    return _rows(_processes(_split_glued(base)))
 
 
 def _rows(pieces: pl.DataFrame) -> pl.DataFrame:
     """Messages, and halves of such, as rows of :data:`FACTS`."""
     text = pl.col("text")
-    pieces = pieces.with_columns(
+    called = pieces["text"].str.contains(_CALL)
+    rest = _mended(pieces.filter(~called))
+    rest = rest.with_columns(
         what=pl.when(text.str.contains(_CALL)).then(pl.lit("call"))
         .when(pl.col("level") == "WARN").then(pl.lit("warn"))
         .when(pl.col("host").is_not_null() & text.str.contains(_COMM)).then(pl.lit("comm"))
         .when(text.str.contains(_VERSION)).then(pl.lit("version"))
         .otherwise("half")
     ).filter(pl.col("what").is_not_null())  # fmt: skip
-    rows = pieces.filter(pl.col("what") != "call").select(
-        (pl.col(c) if c in pieces.columns else pl.lit(None, d).alias(c)).cast(d)
+    calls = pl.concat(
+        [pieces.filter(called), rest.filter(pl.col("what") == "call").select(pieces.columns)]
+    )
+    others = rest.filter(pl.col("what") != "call").select(
+        (pl.col(c) if c in rest.columns else pl.lit(None, d).alias(c)).cast(d)
         for c, d in FACTS.items()
     )
-    return pl.concat([_calls(pieces.filter(pl.col("what") == "call")), rows]).sort("file", "at")
+    return pl.concat([_calls(calls), others]).sort("file", "at")
 
 
 def parsed(facts: pl.DataFrame) -> Parsed:
@@ -135,7 +140,7 @@ def parsed(facts: pl.DataFrame) -> Parsed:
     facts = facts.filter(~pl.col("what").is_in(["head", "tail"]))
     if halves.height:
         # the halves of a line may lie in two blocks
-        mended = _rows(_mended(_as_pieces(halves)))
+        mended = _rows(_as_pieces(halves))
         halves = mended.filter(pl.col("what").is_in(["head", "tail"]))
         facts = pl.concat([facts, mended.filter(~pl.col("what").is_in(["head", "tail"]))])
     facts = facts.sort("file", "at")
@@ -325,17 +330,14 @@ def _number(column: str, dtype: type[pl.DataType] = pl.Int64) -> pl.Expr:
 
 
 def _mended(pieces: pl.DataFrame) -> pl.DataFrame:
-    """The pieces with torn lines whole again; ``half`` is "head" or "tail" of what is left.
+    """Pieces that are no calls, with torn lines whole again; ``half`` says of what is left.
 
-    A tail that is no message of a process by itself, and a head that is not whole.
+    It is "head" where a line has no end, and "tail" where it has no beginning.
     """
     text = pl.col("text")
-    called = text.str.contains(_CALL)
     begun = text.str.contains("opCount", literal=True) | text.str.contains(_BEGUN)
-    head = ~called & (
-        (pl.col("more") & ~text.str.contains(_ENDED)) | (pl.col("host").is_not_null() & begun)
-    )
-    tail = ~called & pl.col("host").is_null() & text.str.contains(_TAIL)
+    head = (pl.col("more") & ~text.str.contains(_ENDED)) | (pl.col("host").is_not_null() & begun)
+    tail = pl.col("host").is_null() & text.str.contains(_TAIL)
     pieces = pieces.with_columns(
         half=pl.when(head).then(pl.lit("head")).when(tail).then(pl.lit("tail"))
     )
@@ -359,13 +361,17 @@ def _as_pieces(halves: pl.DataFrame) -> pl.DataFrame:
     ).sort("file", "at")  # fmt: skip
 
 
+_NO_LOSS: Final = r" COMPLETE|^(?:0x)?[0-9a-f]*(?: task \d+ globalrank \d+)?$"
+"""Tails of lines on communicators, and of calls of which nothing else was missing."""
+
+
 def _torn(halves: pl.DataFrame) -> pl.DataFrame:
     """Calls of which only a part is left."""
     text = pl.col("text")
     begun = text.str.contains("opCount", literal=True) | text.str.contains(_BEGUN)
     return halves.filter(
         ((pl.col("what") == "head") & pl.col("host").is_not_null() & begun)
-        | ((pl.col("what") == "tail") & ~text.str.contains(" COMPLETE", literal=True))
+        | ((pl.col("what") == "tail") & ~text.str.contains(_NO_LOSS))
     ).select(
         "file", "at", "host", "pid",
         comm=text.str.extract(r"comm 0x([0-9a-f]{1,16}) ").str.to_integer(
