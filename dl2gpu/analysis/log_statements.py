@@ -6,6 +6,7 @@ Each rule takes the :class:`Evidence` on one job and gives findings, or none whe
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -249,6 +250,11 @@ def _gloo(e: Evidence) -> list[Finding]:
             ended = {r for r in gone if r in e.who("end", "part_end")}
             if ended:
                 return _missing(e, failed, ended, "operation")
+            if not torn and not e.of("remote_error"):
+                # its log is whole and holds no error: it may have ended, or died without a word
+                return [
+                    replace(f, reason="exited") for f in _missing(e, failed, gone, "operation")
+                ]
             return [
                 Finding(
                     job=e.job, kind="crashed_rank", evidence="inferred", reason="no_data",

@@ -106,7 +106,8 @@ def _members(e: Evidence, comm: int | None, waits: Iterable[Wait]) -> tuple[set[
         if w.op in ("all_gather", "reduce_scatter") and a and b and b > a and b % a == 0:
             size = b // a
             if size <= 1 << 20 and (e.world is None or size <= e.world):
-                return (known or set()), size
+                # a group as large as the job is of all its ranks
+                return known or (e.everyone if size == len(e.everyone) else set()), size
     if known:
         return known, len(known)
     return set(), None

@@ -328,15 +328,40 @@ def _attempts(
         .sort("line")
     )
 
+    # files without such a line (one a rank, beside the launcher's) go by its time
+    with_marks = bounds["file"].unique().to_list()
+    by_time = (
+        marks.filter(pl.col("t").is_not_null())
+        .group_by(later="number").agg(t=pl.col("t").min()).sort("t")
+        .with_columns(pl.col("later").cum_max())
+    )  # fmt: skip
+
     def numbered_rows(frame: pl.DataFrame | None) -> pl.DataFrame | None:
         if frame is None or frame.is_empty():
             return None
+        seen = frame.sort("file", "line").with_columns(when=pl.col("t").forward_fill().over("file"))
+        seen = seen.sort("line").join_asof(
+            bounds, on="line", by="file", strategy="backward", check_sortedness=False
+        )
+        timed = seen.filter(pl.col("when").is_not_null()).sort("when")
+        untimed = seen.filter(pl.col("when").is_null())
+        seen = pl.concat(
+            [
+                timed.join_asof(by_time, left_on="when", right_on="t", strategy="backward"),
+                untimed.with_columns(later=pl.lit(None, pl.Int64)),
+            ],
+            how="diagonal_relaxed",
+        )
+        other = ~pl.col("file").is_in(with_marks)
         return (
-            frame.sort("line")
-            .join_asof(bounds, on="line", by="file", strategy="backward", check_sortedness=False)
-            .join(of_file, on="file", how="left")
-            .with_columns(attempt=pl.coalesce("given", "attempt", pl.lit(0, pl.Int64)))
-            .drop("given")
+            seen.join(of_file, on="file", how="left")
+            .with_columns(
+                attempt=pl.coalesce(
+                    "given", "attempt", pl.when(other).then("later"), pl.lit(0, pl.Int64)
+                )
+            )
+            .drop("given", "later", "when")
+            .sort("file", "line")
         )
 
     of_facts, of_calls = numbered_rows(facts), numbered_rows(calls)

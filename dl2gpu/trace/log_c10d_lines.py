@@ -43,7 +43,7 @@ _WORK: Final = (
 _MARKS: Final = (
     r"\[[EWIF](?: |\d{3,4} )|\[Rank \d|\[PG |Watchdog caught|Work\w*\(|Rank \d+ successfully|"
     r"Detected mismatch|Rank \d+ is running|Ranks? [\d, ]+ failed|Timed out|Waiting in store|"
-    r"Observed |Received a dump|\[\d+\] is setting up|\[\S*gloo|One or more tensors|Stalled ops|"
+    r"\[enforce fail|Observed |Received a dump|\[\d+\] is setting up|\[\S*gloo|One or more tensors|Stalled ops|"
     r"\[\d[\d, ]*\] (?:started|finished|joined)|- To our|- \[\d|#\d"
 )
 

@@ -233,8 +233,8 @@ _RANK_WORD: Final = r"(?i)(?:^|[\s|\[(,;])(?:global[ _]?)?rank ?[=:#]? ?(\d{1,6}
 _PREFIX: Final = (
     r"^\s*(?:\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}(?:[.,]\d+)?(?:Z|[+-]\d{2}:?\d{2})?\s+"
     r"(?:std(?:err|out) [FP] |(?:\|\s*)?)?)?"
-    r"(?:(?:\[(?:\d+,)?\d+\]<std(?:err|out)>:|\[rank\d+\]:|\[[A-Za-z_-]+\d+\]:|\d{1,6}: |"
-    r"\(\w+ pid=\d+[^)]*\)|B-\S+ ))*\s?"
+    r"(?:(?:\[(?:\d+,)?\d+\]<std(?:err|out)>:|\[rank\d+\]:|\[[A-Za-z_-]+\d+\]:|"
+    r"\(\w+ pid=\d+[^)]*\)|B-\S+ )\s?)*"
 )
 
 _DATE: Final = (
@@ -281,7 +281,10 @@ def _with_origin(frame: pl.DataFrame, found: Sequence[FileLines]) -> pl.DataFram
     )
     return frame.with_columns(
         t=pl.coalesce(_time("glog", pl.col("year").fill_null(1970), 1), _time("date", None, 2)),
-        text=text.str.replace(_PREFIX, ""),
+        text=pl.when(pl.col("file").is_in(labelled))
+        .then(text.str.replace(_SRUN, ""))
+        .otherwise(text)
+        .str.replace(_PREFIX, ""),
     ).select([pl.col(c).cast(d) for c, d in LINES.items()])
 
 

@@ -134,7 +134,6 @@ def _events(who: Communicators, strings: StringTable) -> pl.DataFrame:
         pl.when(pl.col("guessed")).then(FLAG["synthetic_comm"]).otherwise(0)
         + pl.when(pl.col("op") >= OP_OTHER).then(FLAG["unknown_op"]).otherwise(0)
     )  # fmt: skip
-    done = pl.col("destroyed") & ~pl.col("guessed")
     frame = rows.with_columns(element=width.gather(known).alias("element")).select(
         "rank", "lane", "seq", "op", "group", "count", "count_out",
         job=pl.lit(0),
@@ -148,7 +147,7 @@ def _events(who: Communicators, strings: StringTable) -> pl.DataFrame:
         bytes=pl.when(pl.col("count") <= _BIG // pl.col("element")).then(
             pl.col("count") * pl.col("element")
         ),
-        state=pl.when(done).then(STATE["completed"]).otherwise(STATE["unknown"]),
+        state=pl.when("destroyed").then(STATE["completed"]).otherwise(STATE["unknown"]),
         t_created="t",
         flags=flags,
     )  # fmt: skip

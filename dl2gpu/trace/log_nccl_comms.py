@@ -321,7 +321,7 @@ def _by_parent(text: pl.DataFrame) -> pl.DataFrame:
         named = text.filter(pl.col("name").is_not_null()).select("name", of="inst")
         found = children.join(named, on="of").select(
             "inst",
-            made=pl.concat_str(
+            child=pl.concat_str(
                 pl.col("name").str.tail(200), pl.lit("/"),
                 *(
                     pl.col(c).cast(pl.String).fill_null("-") + "."
@@ -336,8 +336,8 @@ def _by_parent(text: pl.DataFrame) -> pl.DataFrame:
             break
         text = (
             text.join(found, on="inst", how="left", maintain_order="left")
-            .with_columns(name=pl.coalesce("name", "made"))
-            .drop("made")
+            .with_columns(name=pl.coalesce("name", "child"))
+            .drop("child")
         )
     return text
 
