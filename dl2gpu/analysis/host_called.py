@@ -69,7 +69,7 @@ def sifted(m: Matching, findings: list[Finding]) -> tuple[list[Finding], set[int
         at = [*f.hangs_at, *([f.first_divergence] if f.first_divergence else [])]
         unsure = any((f.job, h["comm"]) in doubted for h in at)
         if unsure or (f.job in alive and not _holds(f)):
-            dropped.add(f.job)
+            dropped |= {f.job} if f.deadlocked is not False or f.kind != "mismatch" else set()
         else:
             kept.append(_as_seen(f))
     return kept, dropped

@@ -141,9 +141,9 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
     findings += report_findings(m)
+    findings += _passed_mismatches(p, names, findings)
     findings, unsettled = host_called.sifted(m, findings)
     open_jobs |= unsettled
-    findings += _passed_mismatches(p, names, findings)
     findings = _across_attempts(m, _merge(findings))
     findings = [_with_last(p, names, f, issued) for f in findings]
     findings += [replace(f, fingerprint=fingerprint(f)) for f in told]

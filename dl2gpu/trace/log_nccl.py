@@ -69,8 +69,9 @@ def build(facts: pl.DataFrame, job: LogJob) -> Trace | None:
     if job.world_size is None:
         job.world_size = who.world
     strings = StringTable()
+    cut = _cut_starts(who)
     return Trace(
-        events=_events(who, strings),
+        events=_events(who, cut, strings),
         jobs=pl.DataFrame(
             {
                 "job": [0], "name": [job.name], "folder": [job.folder], "attempt": [job.attempt],
@@ -79,7 +80,7 @@ def build(facts: pl.DataFrame, job: LogJob) -> Trace | None:
             },
             schema=JOBS,
         ),
-        ranks=_rank_rows(who, job),
+        ranks=_rank_rows(who, cut, job),
         comms=_comm_rows(who),
         strings=strings.frame(),
     )  # fmt: skip
@@ -89,13 +90,41 @@ def build(facts: pl.DataFrame, job: LogJob) -> Trace | None:
 # Events
 
 
-def _events(who: Communicators, strings: StringTable) -> pl.DataFrame:
+def _cut_starts(who: Communicators) -> pl.DataFrame:
+    """(key, counted): communicators whose calls do not begin at one place on all members.
+
+    A log that was cut at its head, on some ranks more than on others. ``counted``: there are only
+    collectives and the library's own numbers increase with each, so that they tell the place.
+    """
+    calls = who.calls.join(who.instances.select("inst", "key", "named"), on="inst")
+    each = calls.sort("pos").group_by("key", "agent").agg(
+        first=pl.col("op_count").first(),
+        increases=(pl.col("op_count").diff().cast(pl.Int64, strict=False) > 0).all()
+        & pl.col("op_count").is_not_null().all(),
+        still=(pl.len() > 1) & (pl.col("op_count").n_unique() == 1),
+        named=pl.col("named").all(),
+        messages=pl.col("op").is_in(["Send", "Recv"]).any(),
+    )  # fmt: skip
+    cut = (pl.col("first").n_unique() > 1) | (~pl.col("named") & pl.col("still")).any()
+    return (
+        each.group_by("key")
+        .agg(
+            cut=cut & (pl.len() > 1),
+            counted=(pl.col("increases") & ~pl.col("messages")).all(),
+        )
+        .filter("cut")
+        .drop("cut")
+    )
+
+
+def _events(who: Communicators, cut: pl.DataFrame, strings: StringTable) -> pl.DataFrame:
     calls = who.calls.filter(~pl.col("op").is_in(_ONE_SIDED)).drop("rank")
     rows = (
         calls.join(who.agents.select("agent", "rank"), on="agent")
         .filter(pl.col("rank").is_not_null())
         .join(who.instances.select("inst", "key", "member", "destroyed"), on="inst")
         .join(who.comms.select("key", "ranks", "guessed"), on="key")
+        .join(cut, on="key", how="left")
     )
     if rows.is_empty():
         return Trace().events
@@ -144,6 +173,7 @@ def _events(who: Communicators, strings: StringTable) -> pl.DataFrame:
         root=pl.when(rooted).then("other"),
         reduce_op="reduction",
         dtype="code",
+        ordinal=pl.when("counted").then(pl.col("op_count").cast(pl.Int64, strict=False)),
         bytes=pl.when(pl.col("count") <= _BIG // pl.col("element")).then(
             pl.col("count") * pl.col("element")
         ),
@@ -264,11 +294,10 @@ def _streams(pointers: pl.Series, strings: StringTable) -> pl.Series:
 # Side tables
 
 
-def _rank_rows(who: Communicators, job: LogJob) -> pl.DataFrame:
+def _rank_rows(who: Communicators, cut: pl.DataFrame, job: LogJob) -> pl.DataFrame:
     """One row a rank: finished where all that it took part in was destroyed in order."""
     of_agent = who.instances.group_by("agent").agg(
         ended=pl.col("destroyed").all(),
-        cut=(~pl.col("named")).any(),
     )
     last = who.calls.group_by("agent").agg(t_last=pl.col("t").max())
     paths = pl.DataFrame(
@@ -287,6 +316,8 @@ def _rank_rows(who: Communicators, job: LogJob) -> pl.DataFrame:
     broken = rows["agent"].is_in(holes["agent"].drop_nulls().to_list()) | rows["file"].is_in(
         holes.filter(pl.col("agent").is_null())["file"].to_list()
     )
+    headless = who.instances.join(cut, on="key", how="semi")["agent"].unique()
+    broken |= rows["agent"].is_in(headless.implode())
     frame = rows.with_columns(broken=broken).select(
         "rank", "path", "t_last",
         job=pl.lit(0),
