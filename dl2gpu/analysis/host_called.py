@@ -16,10 +16,11 @@ import numpy as np
 import polars as pl
 
 from dl2gpu.analysis.finding import Finding
+from dl2gpu.analysis.logs import from_logs
 from dl2gpu.analysis.matching import Matching
 from dl2gpu.trace.schema import FLAG, STATE
 
-__all__ = ["at_any_time", "sifted"]
+__all__ = ["at_any_time", "sifted", "with_statements"]
 
 _AGREE: Final = 0.75
 """Share of a communicator's operations that agree, where its members were told by size alone."""
@@ -73,6 +74,34 @@ def sifted(m: Matching, findings: list[Finding]) -> tuple[list[Finding], set[int
         else:
             kept.append(_as_seen(f))
     return kept, dropped
+
+
+def with_statements(m: Matching, findings: list[Finding], open_jobs: set[int]) -> list[Finding]:
+    """``findings``, and what other lines of the logs say of jobs that the calls leave open.
+
+    ``open_jobs``: jobs in which ranks wait, and the calls do not say why.
+    """
+    trace = m.prepared.trace
+    told = {f.job for f in findings}
+    left = sorted(at_any_time(m) - told)
+    if not left or trace.said.is_empty():
+        return findings
+    found = from_logs(trace, pl.Series(left, dtype=pl.Int32))
+    silent = (open_jobs & set(left)) - {f.job for f in found}
+    stopped = trace.said.filter(pl.col("what").is_in(_STOPPED) & pl.col("job").is_in(list(silent)))
+    for job in stopped["job"].unique().sort():
+        rows = stopped.filter(pl.col("job") == job)
+        found.append(
+            Finding(
+                job=job, kind="insufficient_evidence", evidence="inferred", reason="cut_off",
+                details={"excerpts": rows["text"].drop_nulls().unique().sort().head(4).to_list()},
+            )
+        )  # fmt: skip
+    return findings + found
+
+
+_STOPPED: Final = ("cancelled", "oom_killed", "exit_local", "exit_any", "signal", "crash", "term")
+"""Statements on a job that did not come to its end by itself."""
 
 
 def _as_seen(f: Finding) -> Finding:

@@ -40,9 +40,9 @@ def without_log_events(trace: Trace) -> Trace:
     return replace(trace, events=trace.events.filter(~pl.col("job").is_in(jobs.implode())))
 
 
-def from_logs(trace: Trace) -> list[Finding]:
-    """Findings on the jobs of :func:`log_jobs`, at most a few each."""
-    jobs = log_jobs(trace)
+def from_logs(trace: Trace, jobs: pl.Series | None = None) -> list[Finding]:
+    """Findings on ``jobs``, default those of :func:`log_jobs`, at most a few each."""
+    jobs = log_jobs(trace) if jobs is None else jobs
     if jobs.is_empty() or trace.said.is_empty():
         return []
     out: list[Finding] = []

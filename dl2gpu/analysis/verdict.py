@@ -144,6 +144,7 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
     findings += _passed_mismatches(p, names, findings)
     findings, unsettled = host_called.sifted(m, findings)
     open_jobs |= unsettled
+    findings = host_called.with_statements(m, findings, open_jobs)
     findings = _across_attempts(m, _merge(findings))
     findings = [_with_last(p, names, f, issued) for f in findings]
     findings += [replace(f, fingerprint=fingerprint(f)) for f in told]

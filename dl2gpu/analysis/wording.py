@@ -70,6 +70,8 @@ def summary_of(f: Finding) -> str:
         return f"All participants are present and agree at {at}, and it does not complete."
     if f.reason == "other_attempt":
         return f"{waiting} for {gone}, whose record is of another attempt of the job."
+    if f.reason == "cut_off":
+        return "The job was stopped from outside; whether its ranks would have gone on is not said."
     if f.reason == "no_calls":
         return f"{_start(others)} have made the same calls, and none since the report before."
     if f.reason == "no_data":
