@@ -112,13 +112,20 @@ def extract(lines: pl.DataFrame) -> pl.DataFrame:
     return _rows(_processes(_split_glued(base)))
 
 
-def _rows(pieces: pl.DataFrame) -> pl.DataFrame:
-    """Messages, and halves of such, as rows of :data:`FACTS`."""
+def _rows(pieces: pl.DataFrame, last: bool = False) -> pl.DataFrame:
+    """Messages, and halves of such, as rows of :data:`FACTS`.
+
+    A call without a process may be a half, the name of its operation cut: it stays one until all
+    blocks are known (``last``).
+    """
     text = pl.col("text")
-    called = pieces["text"].str.contains(_CALL)
+    called = pieces["text"].str.contains(_CALL) & pieces["host"].is_not_null()
     rest = _mended(pieces.filter(~called))
+    whole = text.str.contains(_CALL) & pl.col("host").is_not_null()
+    if last:
+        whole |= text.str.contains(_SURE) & text.str.contains(_CALL)
     rest = rest.with_columns(
-        what=pl.when(text.str.contains(_CALL)).then(pl.lit("call"))
+        what=pl.when(whole).then(pl.lit("call"))
         .when(pl.col("level") == "WARN").then(pl.lit("warn"))
         .when(pl.col("host").is_not_null() & text.str.contains(_COMM)).then(pl.lit("comm"))
         .when(text.str.contains(_VERSION)).then(pl.lit("version"))
@@ -134,16 +141,20 @@ def _rows(pieces: pl.DataFrame) -> pl.DataFrame:
     return pl.concat([_calls(calls), others]).sort("file", "at")
 
 
+_SURE: Final = r"\b(?:All\w+|ReduceScatter|Broadcast|Send|Recv): opCount"
+"""Names of operations that are not the end of another one's."""
+
+
 def parsed(facts: pl.DataFrame) -> Parsed:
     """Columns of all calls and communicator lines of a job, from its facts."""
     halves = facts.filter(pl.col("what").is_in(["head", "tail"]))
     facts = facts.filter(~pl.col("what").is_in(["head", "tail"]))
     if halves.height:
         # the halves of a line may lie in two blocks
-        mended = _rows(_as_pieces(halves))
+        mended = _rows(_as_pieces(halves), last=True)
         halves = mended.filter(pl.col("what").is_in(["head", "tail"]))
         facts = pl.concat([facts, mended.filter(~pl.col("what").is_in(["head", "tail"]))])
-    facts = facts.sort("file", "at")
+    facts = _true_hosts(facts.sort("file", "at"))
     of = {name: facts.filter(pl.col("what") == name) for name in ("call", "comm", "warn")}
     version, library = _version(facts.filter(pl.col("what") == "version"))
     return Parsed(
@@ -292,22 +303,28 @@ _STAMPED: Final = rf"\[(\d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:\.\d{{1,9}})?)\] ?
 
 
 def _true_hosts(pieces: pl.DataFrame) -> pl.DataFrame:
-    """Hosts whose name begins with the end of another line get their own name back."""
+    """Hosts whose name begins with the end of another line, or is cut, get their own name back.
+
+    They are known by the process: the same numbers under a name that is the end of the other.
+    """
     names = (
         pieces.lazy()
         .filter(pl.col("host").is_not_null())
         .group_by("host", "pid", "tid")
         .agg(seen=pl.len())
     )
+    host, true = pl.col("host"), pl.col("host_true")
     pairs = (
         names.join(names, on=["pid", "tid"], suffix="_true")
         .filter(
-            (pl.col("host") != pl.col("host_true"))
-            & pl.col("host").str.ends_with(pl.col("host_true"))
-            & (pl.col("seen") <= pl.col("seen_true"))
+            (host != true)
+            & (
+                (host.str.ends_with(true) & (pl.col("seen") <= pl.col("seen_true")))
+                | (true.str.ends_with(host) & (pl.col("seen") < pl.col("seen_true")))
+            )
         )
         .group_by("host", "pid", "tid")
-        .agg(pl.col("host_true").sort_by("seen_true", "host_true").last())
+        .agg(true.sort_by("seen_true", "host_true").last())
         .collect()
     )
     if pairs.is_empty():
