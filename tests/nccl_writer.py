@@ -95,7 +95,7 @@ class Job:
         p = self.processes[rank]
         text = f"comm {c.pointers[rank]:#x} rank {c.members.index(rank)} nranks {len(c.members)}"
         text += f" cudaDev {p.device}"
-        if self.minor >= 18 and "Init" in event or self.minor < 8:
+        if (self.minor >= 18 and "Init" in event) or self.minor < 8:
             text += f" nvmlDev {p.device}"
         if self.minor >= 8:
             text += f" busId {p.device + 1}000"
@@ -111,7 +111,9 @@ class Job:
                 text = ("ncclCommSplit " if c.parent else "ncclCommInitRankConfig ") + text
             if self.minor >= 29 and c.parent is None and event == "Init START":
                 text = f"[Rank {rank}] {text}"
-        dash = "- " if c.parent is not None and event == "Init START" and self.minor >= 23 else " - "
+        dash = (
+            "- " if c.parent is not None and event == "Init START" and self.minor >= 23 else " - "
+        )
         return p.says(f"{text}{dash}{event}")
 
     def init(self, c: Comm) -> dict[int, list[str]]:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.trace.log_nccl_lines import Parsed
@@ -266,20 +268,7 @@ def _identify(instances: pl.DataFrame, order: pl.DataFrame) -> pl.DataFrame:
         name=pl.when("sure").then(pl.concat_str("name", pl.lit("#"), again.cast(pl.String)))
     )
     text = text.join(order, on="agent", how="left", maintain_order="left")
-    # by size and member: of the k-th such instances of all agents, the j-th of each member
-    rest = text.filter(~pl.col("sure") & pl.col("member").is_not_null())
-    rest = rest.with_columns(
-        k=pl.int_range(pl.len()).over("agent", "nranks", "member", order_by="pos")
-    ).with_columns(
-        j=pl.int_range(pl.len()).over("nranks", "member", "k", order_by="place"),
-    )
-    rest = rest.with_columns(
-        name=pl.concat_str(
-            pl.lit("size"), n, pl.col("k").cast(pl.String), pl.col("j").cast(pl.String),
-            separator=":",
-        ),
-        several=pl.col("j").max().over("nranks", "k") > 0,
-    )  # fmt: skip
+    rest = _by_size(text.filter(~pl.col("sure") & pl.col("member").is_not_null()))
     # nothing but a size: of all agents, if it is as many; else of nobody else
     blank = text.filter(~pl.col("sure") & pl.col("member").is_null()).with_columns(
         k=pl.int_range(pl.len()).over("agent", "nranks", order_by="pos")
@@ -288,7 +277,7 @@ def _identify(instances: pl.DataFrame, order: pl.DataFrame) -> pl.DataFrame:
     whole = all_of & (order.height == pl.col("nranks"))
     blank = blank.with_columns(
         name=pl.when(whole)
-        .then(pl.concat_str(pl.lit("all"), n, pl.col("k").cast(pl.String), separator=":"))
+        .then(pl.concat_str(pl.lit(_COUNTED), n, pl.col("k").cast(pl.String), separator=":"))
         .otherwise(pl.concat_str(pl.lit("own"), pl.col("inst").cast(pl.String), separator=":")),
         several=~whole,
         member=pl.when(whole).then(pl.int_range(pl.len()).over("nranks", "k", order_by="place")),
@@ -296,6 +285,86 @@ def _identify(instances: pl.DataFrame, order: pl.DataFrame) -> pl.DataFrame:
     keep = [*instances.columns, "name", "sure", "several"]
     sure = text.filter("sure").with_columns(several=pl.lit(value=False))
     return pl.concat([frame.select(keep) for frame in (sure, rest, blank)], how="vertical_relaxed")
+
+
+_COUNTED: Final = "all"
+"""Beginning of the names of communicators that are nothing but as large as the job."""
+
+
+def _by_size(rest: pl.DataFrame) -> pl.DataFrame:
+    """Adds ``name`` and ``several`` (another reading exists), by size, member and order.
+
+    Creating a communicator keeps its members together, so each agent's first one that is left is
+    of a communicator with others' first ones. Where several agents have the same place in it, the
+    agents' own order decides.
+    """
+    named: list[pl.DataFrame] = []
+    budget = _MOST_ROUNDS
+    for _, part in sorted(rest.group_by("nranks"), key=lambda g: g[0]):
+        part = part.sort("place", "pos")
+        agent = part["place"].rle_id().to_numpy().astype(np.int64)
+        member = part["member"].to_numpy()
+        group, several = _rounds(agent, member, int(part["nranks"][0]), budget)
+        budget = max(0, budget - int(group.max(initial=-1)) - 1)
+        named.append(
+            part.with_columns(
+                group=pl.Series(group), several=pl.Series(several)
+            )
+        )  # fmt: skip
+    if not named:
+        return rest.with_columns(name=pl.lit(None, pl.String), several=pl.lit(value=False))
+    done = pl.concat(named)
+    # what is left has members without a line: the k-th of each agent in its place
+    k = pl.int_range(pl.len()).over("agent", "nranks", "member", order_by="pos")
+    left = pl.col("group") < 0
+    done = done.with_columns(k=pl.when(left).then(k)).with_columns(
+        j=pl.when(left).then(
+            pl.int_range(pl.len()).over("nranks", "member", "k", order_by="place")
+        )
+    )  # fmt: skip
+    size = pl.col("nranks").cast(pl.String)
+    return done.with_columns(
+        name=pl.when(left)
+        .then(pl.format("rest:{}:{}:{}", size, pl.col("k"), pl.col("j")))
+        .otherwise(pl.format("size:{}:{}", size, pl.col("group"))),
+        several=pl.when(left).then(pl.col("j").max().over("nranks", "k") > 0).otherwise("several"),
+    ).drop("group", "k", "j")
+
+
+_MOST_ROUNDS: Final = 10_000
+"""Communicators without an id that are told apart by the order of their creation."""
+
+
+def _rounds(
+    agent: npt.NDArray[np.int64], member: npt.NDArray[np.int64], size: int, budget: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Number of the communicator of each instance (-1: none), and whether another one was open.
+
+    ``agent`` rises from 0; each agent's instances lie in the order of their creation.
+    """
+    group = np.full(len(agent), -1, np.int64)
+    several = np.zeros(len(agent), np.bool_)
+    first = np.flatnonzero(np.diff(agent, prepend=-1))
+    end = np.append(first[1:], len(agent))
+    made = 0
+    while made < budget:
+        open_ = first < end
+        heads = first[open_]
+        if len(heads) < size:
+            break
+        seen = np.bincount(member[heads], minlength=size)
+        ready = int(seen.min())
+        if not ready:
+            break
+        order = np.argsort(member[heads], kind="stable")
+        nth = np.arange(len(heads)) - np.repeat(np.cumsum(seen) - seen, seen)
+        chosen = nth < ready
+        rows = heads[order[chosen]]
+        group[rows] = made + nth[chosen]
+        several[rows] = seen.max() > 1
+        first[np.flatnonzero(open_)[order[chosen]]] += 1
+        made += ready
+    return group, several
 
 
 def _by_parent(text: pl.DataFrame) -> pl.DataFrame:
@@ -362,6 +431,8 @@ def _ranks(
         return told, max(top, size or 0), "launcher"
     first = (
         keyed.filter((pl.col("nranks") == size) & pl.col("member").is_not_null())
+        # where members were counted, the places are of no communicator's making
+        .filter(~pl.col("name").str.starts_with(_COUNTED))
         .group_by("name")
         .agg(
             pl.col("pos").min(),
