@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from log_writer import (
     AGES,
-    DEFAULT_PG,
     Story,
     at,
     head,
@@ -134,9 +133,7 @@ def device_error(age: str) -> Story:
     return s
 
 
-@story(
-    Expected(("insufficient_evidence", "missing_participant"), (None,), innocent=frozenset({0}))
-)
+@story(Expected(("insufficient_evidence", "missing_participant"), (None,), innocent=frozenset({0})))
 def stopped_with_the_first(age: str) -> Story:
     # the launcher stops the others a moment after the first gave up: their silence says nothing
     s = Story(4).steps(1, 20, ranks=range(4))
@@ -178,8 +175,12 @@ def quoted(age: str) -> Story:
     timeout(other, age, T, 0, 55, "BROADCAST", 34112)
     timeout(other, age, T, 1, 55, "ALLREDUCE", 25)
     for i, line in enumerate(other.lines):
-        s.say(20.5 + i * 0.1, 0, f'[sample {i}] prompt: "why does it hang? {line.text}" target: "?"')
-        s.say(20.5 + i * 0.1, 1, f"sample {i} question: I see this in my log, what now: {line.text}")
+        s.say(
+            20.5 + i * 0.1, 0, f'[sample {i}] prompt: "why does it hang? {line.text}" target: "?"'
+        )
+        s.say(
+            20.5 + i * 0.1, 1, f"sample {i} question: I see this in my log, what now: {line.text}"
+        )
     return s.say(60, 0, "training finished: 20 steps")
 
 
@@ -304,7 +305,9 @@ def send_alone(age: str) -> Story:
 def garbage_counters(age: str) -> Story:
     s = Story(4).steps(1, 20, ranks=range(4))
     for r in range(4):
-        timeout(s, age, T + r, r, 500, "ALLREDUCE", 77, completed=(3452013982, 76280750235782912)[r % 2])
+        timeout(
+            s, age, T + r, r, 500, "ALLREDUCE", 77, completed=(3452013982, 76280750235782912)[r % 2]
+        )
     return s
 
 
@@ -331,4 +334,128 @@ def restarted_and_healthy(age: str) -> Story:
     return s.steps(1, 20, t=T + 100, ranks=range(4)).say(T + 200, 0, "training finished: 20 steps")
 
 
-_ = DEFAULT_PG
+@story(Expected(("crashed_rank",), (False,), frozenset({2}), ages=("2.6",)))
+def killed_by_slurm(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    s.say(50, None, "slurmstepd: error: Detected 1 oom_kill event in StepId=123.0. Some of the step"
+          " tasks have been OOM Killed.")  # fmt: skip
+    s.say(50, None, "srun: error: gpu-a11: task 2: Out Of Memory")
+    return s
+
+
+@story(Expected(("crashed_rank",), (False,), frozenset({1}), ages=("2.6",)))
+def killed_under_mpirun(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    s.say(50, None, (
+        "-" * 74 + "\nmpirun noticed that process rank 1 with PID 0 on node gpu-a11 exited on "
+        "signal 9 (Killed).\n" + "-" * 74
+    ))  # fmt: skip
+    return s
+
+
+@story(Expected(("healthy",), (False,), frozenset(), ages=("2.6",)))
+def killed_by_the_user(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    torchrun_failure(s, 50, 0, -15, [1, 2, 3])
+    return s
+
+
+@story(Expected(("healthy",), (False,), frozenset(), ages=AGES, per_rank=False))
+def appended_after_a_hang(age: str) -> Story:
+    # ">>": the log of a run that hung, and of the next one, which ends well
+    s = two_operations(age)
+    return s.steps(1, 20, t=2000, ranks=range(4)).say(2100, 0, "training finished: 20 steps")
+
+
+@story(Expected(("mismatch",), (True,), frozenset(), ages=AGES, per_rank=False))
+def hang_appended_to_a_good_run(age: str) -> Story:
+    s = Story(4).steps(1, 20, t=-2000, ranks=range(4)).say(-1900, 0, "training finished: 20 steps")
+    s.lines += two_operations(age).lines
+    return s
+
+
+@story(Expected(("insufficient_evidence",), (None,), frozenset(), ages=("2.6",)))
+def library_error_everywhere(age: str) -> Story:
+    s = Story(4)
+    for r in range(4):
+        traceback(s, 10 + r, r, (
+            "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/"
+            "NCCLUtils.hpp:275, unhandled system error (run with NCCL_DEBUG=INFO for details), "
+            "NCCL version 2.20.5"
+        ))  # fmt: skip
+    return s
+
+
+@story(Expected(("healthy",), (False,), frozenset(), ages=("2.6",)))
+def network_errors_of_others(age: str) -> Story:
+    # a running job: uploads fail and are tried again
+    s = Story(4).steps(1, 10, ranks=range(4))
+    for i in range(3):
+        traceback(s, 20.5 + i, 0, (
+            "requests.exceptions.ConnectionError: ('Connection aborted.', "
+            "ConnectionResetError(104, 'Connection reset by peer'))"
+        ))  # fmt: skip
+        s.say(21 + i, 0, "WARNING upload timed out after 30 s, retrying (2 left)")
+    return s.steps(11, 10, t=30, ranks=range(4))
+
+
+@story(
+    # the old form names no group, and the ranks call themselves 0 and 1 twice: two groups of two
+    Expected(
+        ("insufficient_evidence", "in_flight", "mismatch"), (None, False), frozenset(),
+        ages=("old",), needs_ranks=True,
+    )
+)  # fmt: skip
+def two_groups_without_names(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    for r in range(4):
+        timeout(s, age, T + r, r, 100, "ALLREDUCE", 4096 * (1 + r // 2), group_rank=r % 2)
+    return s
+
+
+@story(Expected(("missing_participant",), (None,), frozenset({0}), ages=("2.6",)))
+def unique_id_never_set(age: str) -> Story:
+    s = Story(4).steps(1, 2, ranks=range(4))
+    s.say(10, 0, "rank=0 loading index /mnt/pool/index.bin")
+    for r in (1, 2, 3):
+        traceback(s, 700 + r, r, (
+            f"torch.distributed.DistBackendError: [{r}] is setting up NCCL communicator and "
+            "retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but "
+            "store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0"
+        ))  # fmt: skip
+    return s
+
+
+@story(Expected(("mismatch",), (True,), frozenset(), ages=("2.6",)))
+def gloo_sizes(age: str) -> Story:
+    s = Story(3).steps(1, 20, ranks=range(3))
+    s.say(50, 2, (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce "
+        "fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= "
+        "op.nbytes. 200 vs 128. Received data size doesn't match expected size. Is there a "
+        "distributed collective mismatch in your code?"
+    ))  # fmt: skip
+    return s
+
+
+@story(Expected(("insufficient_evidence",), (None,), frozenset(), ages=("2.6",)))
+def vllm_waits(age: str) -> Story:
+    s = Story(2).steps(1, 5, ranks=range(2))
+    for i in range(5):
+        s.say(100 + 60 * i, 0, (
+            "INFO 03-26 10:05:00 shm_broadcast.py:466] No available shared memory broadcast block "
+            "found in 60 seconds. This typically happens when some processes are hanging or doing "
+            "some time-consuming work (e.g. compilation)."
+        ))  # fmt: skip
+    return s
+
+
+@story(Expected(("potential",), (False,), frozenset({2}), ages=("2.6",)))
+def fsdp_order(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    s.say(50, 2, (
+        "/opt/venv/lib/python3.11/site-packages/torch/distributed/fsdp/_exec_order_utils.py:240: "
+        "UserWarning: Forward order differs from that of the first iteration on rank 2 -- "
+        "collectives are unchecked and may give incorrect results or hang"
+    ))  # fmt: skip
+    return s

@@ -6,11 +6,11 @@ lays it out: one file or one a rank, the prefixes of a launcher, colours, glue, 
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-START = datetime.datetime(2025, 3, 26, 10, 0, 0)
+START = dt.datetime(2025, 3, 26, 10, tzinfo=dt.UTC)
 TIMEOUT = 600
 
 
@@ -43,13 +43,14 @@ class Story:
         return self
 
 
-def at(t: float) -> datetime.datetime:
-    return START + datetime.timedelta(seconds=t)
+def at(t: float) -> dt.datetime:
+    return START + dt.timedelta(seconds=t)
 
 
 def step_line(step: int, t: float, rank: int) -> str:
     stamp = at(t).strftime("%Y-%m-%d %H:%M:%S")
-    return f"{stamp} | INFO | trainer:214 | rank={rank} step={step} loss={3 - step / 1000:.4f} tok/s=43000"
+    loss = 3 - step / 1000
+    return f"{stamp} | INFO | trainer:214 | rank={rank} step={step} loss={loss:.4f} tok/s=43000"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -87,7 +88,9 @@ def status(age: str, seq: int, enqueued: int, completed: int) -> str:
     if age == "2.3":
         return f" Timeout at NCCL work: {seq}, {last}"
     if age in ("2.4", "2.5"):
-        return f" Exception (either an error or timeout) detected by watchdog at work: {seq}, {last}"
+        return (
+            f" Exception (either an error or timeout) detected by watchdog at work: {seq}, {last}"
+        )
     if age == "2.6":
         return (
             f"  failure detected by watchdog at work sequence id: {seq} PG status: "
@@ -105,7 +108,8 @@ DEFAULT_PG = (0, "default_pg")
 
 def timeout(
     s: Story, age: str, t: float, rank: int, seq: int, op: str, nin: int, nout: int | None = None,
-    *, pg: tuple[int, str] = DEFAULT_PG, group_rank: int | None = None, completed: int | None = None,
+    *, pg: tuple[int, str] = DEFAULT_PG, group_rank: int | None = None,
+    completed: int | None = None,
 ) -> None:  # fmt: skip
     """A rank gives up waiting, with all that its version prints about it."""
     nout = nin if nout is None else nout

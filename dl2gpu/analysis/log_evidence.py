@@ -22,7 +22,7 @@ _FAILURES: Final = (
     "unique_id", "store_key", "mesh_failed", "differs", "gloo_size", "remote_error", "peer_closed",
     "crash", "stuck", "stall_ready", "stall_missing", "stall_item", "block_wait", "fsdp_order",
     "print_stopped", "desync_timeout", "desync_never", "desync_joined", "desync_behind",
-    "desync_started", "exit_local", "exit_any", "signal", "observed",
+    "desync_started", "exit_local", "exit_any", "signal", "observed", "let_down",
 )  # fmt: skip
 _MOST_RANKS: Final = 1 << 16
 
@@ -77,6 +77,10 @@ class Evidence:
         """Is the number of ranks known?"""
         return self.world is not None
 
+    def group(self, comm: int | None) -> tuple[str | None, str | None]:
+        """Id of a communicator, and its name for people."""
+        return self.labels.get(comm, (None, None)) if comm is not None else (None, None)
+
     def of(self, *kinds: str) -> list[dict[str, Any]]:
         return [row for kind in kinds for row in self.said.get(kind, ())]
 
@@ -96,9 +100,7 @@ def evidence(trace: Trace, jobs: pl.Series) -> Iterator[Evidence]:
     comms = trace.comms.filter(pl.col("job").is_in(troubled.implode()))
     ranks = trace.ranks.filter(pl.col("job").is_in(troubled.implode()))
     worlds = dict(trace.jobs.select("job", "world_size").iter_rows())
-    by_job = said.sort("job", "file", "line", maintain_order=True).partition_by(
-        "job", as_dict=True
-    )
+    by_job = said.sort("job", "file", "line", maintain_order=True).partition_by("job", as_dict=True)
     for (job,), rows in sorted(by_job.items()):
         found = Evidence(
             job=int(job),

@@ -1,29 +1,28 @@
-"""Rules on statements that are no timed-out operation: fingerprints, barriers, stores, gloo, stalls.
+"""Rules on statements beside timed-out operations: fingerprints, barriers, stores, gloo, stalls.
 
-Each rule takes the :class:`Evidence` on one job and gives findings, or none where it does not apply.
+Each takes the :class:`Evidence` on one job and gives findings, or none where it does not apply.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, Final
 
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.log_evidence import Evidence, Wait
 
-__all__ = ["statements"]
+__all__ = ["WEAKER", "busy", "differing", "went_elsewhere"]
 
 # --------------------------------------------------------------------------------------------------
-# Fingerprints (TORCH_DISTRIBUTED_DEBUG=DETAIL) and sizes
+# Fingerprints of debug level DETAIL, and sizes
 
 
 def _side(row: dict[str, Any]) -> tuple[str, int | None]:
     return row["op"] or "operation", row["count"]
 
 
-def _differing(e: Evidence) -> list[Finding]:
+def differing(e: Evidence) -> list[Finding]:
     """Two ranks compared what they were about to call, and it differs."""
     rows = e.of("differs", "differs_from")
     if e.said.get("differs"):
@@ -34,7 +33,7 @@ def _differing(e: Evidence) -> list[Finding]:
         ops = {op for op, _ in sides}
         ordinals = [r["ordinal"] for r in e.of("differs") if r["ordinal"] is not None]
         ranks = {r for side in sides.values() for r in side}
-        at = tuple(
+        at: tuple[dict[str, Any], ...] = tuple(
             {
                 "rank": r, "seq": 0, "op": op, "comm": None, "label": None,
                 "ordinal": _believed(ordinals), "stack": [],
@@ -85,7 +84,7 @@ _BUSY: Final = (
     ("compiling", re.compile(r"(?i)autotune|triton_|\bcompil|inductor|dynamo|\bjit\b|nvcc|ninja")),
     ("loading data", re.compile(r"(?i)download|loading|preprocess|tokeniz|shuffl|index|caching|"
                                 r"dataloader|reading shard|unpack|extract")),
-    ("writing", re.compile(r"(?i)sav(?:e|ing)|checkpoint|export|upload|writing|serializ|dump(?:ing)? ")),
+    ("writing", re.compile(r"(?i)sav(?:e|ing)|checkpoint|export|upload|writing|serializ|dumping")),
     ("evaluating", re.compile(r"(?i)evaluat|validat|generat|\beval\b")),
 )  # fmt: skip
 
@@ -94,9 +93,7 @@ def _activity(text: str) -> str | None:
     return next((name for name, words in _BUSY if words.search(text)), None)
 
 
-def _busy(
-    e: Evidence, absent: set[int], first: dict[int, Wait]
-) -> tuple[set[int], str] | None:
+def busy(e: Evidence, absent: set[int], first: dict[int, Wait]) -> tuple[set[int], str] | None:
     """Absent ranks that were still at work when the others gave up, and at what."""
     gave_up = [row for row in e.of("timeout") if row["rank"] in first]
     if not gave_up or not absent:
@@ -125,13 +122,13 @@ def _busy(
     return (working, what or "at work") if working else None
 
 
-def _went_elsewhere(e: Evidence, rank: int, first: dict[int, Wait]) -> bool:
+def went_elsewhere(e: Evidence, rank: int) -> bool:
     """Does the rank have a log of its own, whose last line is of other work?
 
     Ranks that their launcher stopped with the others say nothing by their silence.
     """
     last = [row for row in e.of("life") if row["rank"] == rank]
-    if not last or _let_down(e, rank):
+    if not last or _gave_up(e, rank):
         return False
     text = last[-1]["text"] or ""
     return _activity(text) is not None and not _MESSAGE.search(text)
@@ -140,7 +137,7 @@ def _went_elsewhere(e: Evidence, rank: int, first: dict[int, Wait]) -> bool:
 _MESSAGE: Final = re.compile(r"\[[EWIF]\d* |\[Rank |\[PG |Error|Traceback")
 
 
-def _let_down(e: Evidence, rank: int) -> bool:
+def _gave_up(e: Evidence, rank: int) -> bool:
     return rank in e.who(
         "gloo_timeout", "peer_closed", "remote_error", "barrier_waited", "store_timeout",
         "mesh_failed", "store_key", "unique_id", "observed",
@@ -155,7 +152,7 @@ def _missing(
     e: Evidence, waiting: set[int], absent: set[int], op: str, evidence: str = "inferred"
 ) -> list[Finding]:
     """Ranks wait in ``op`` for ranks that are known not to have come, or for some unknown ones."""
-    at = tuple(
+    at: tuple[dict[str, Any], ...] = tuple(
         {
             "rank": r, "seq": 0, "op": op, "comm": None, "label": None, "ordinal": None,
             "stack": [],
@@ -163,31 +160,21 @@ def _missing(
         for r in sorted(waiting)
     )  # fmt: skip
     known = absent & e.ranks
-    base = {
-        "job": e.job, "victims": tuple(sorted(waiting - absent)), "hangs_at": at,
-        "details": {"missing_ranks": sorted(absent)}, "deadlocked": None,
-    }  # fmt: skip
-    if not absent:
-        return [
-            Finding(kind="insufficient_evidence", evidence="inferred", reason="no_data", **base)
-        ]
+    open_ = Finding(
+        job=e.job, kind="insufficient_evidence", evidence="inferred", reason="no_data",
+        victims=tuple(sorted(waiting - absent)), hangs_at=at,
+        details={"missing_ranks": sorted(absent)}, deadlocked=None,
+    )  # fmt: skip
     ended = {r for r in known if r in e.who("end", "part_end")}
+    missing = replace(open_, kind="missing_participant", evidence=evidence)
     if ended:
-        return [
-            Finding(
-                kind="missing_participant", evidence=evidence, reason="finished",
-                culprits=tuple(sorted(ended)), **base,
-            )
-        ]  # fmt: skip
-    named = known if evidence == "observed" or len(known) <= len(waiting) else set()
-    if known or evidence == "observed":
-        return [
-            Finding(
-                kind="missing_participant", evidence=evidence, reason="not_called",
-                culprits=tuple(sorted(absent if evidence == "observed" else named)), **base,
-            )
-        ]  # fmt: skip
-    return [Finding(kind="insufficient_evidence", evidence="inferred", reason="no_data", **base)]
+        return [replace(missing, reason="finished", culprits=tuple(sorted(ended)))]
+    if evidence == "observed" and absent:
+        return [replace(missing, reason="not_called", culprits=tuple(sorted(absent)))]
+    if known:
+        named = known if len(known) <= len(waiting) else set()
+        return [replace(missing, reason="not_called", culprits=tuple(sorted(named)))]
+    return [open_]
 
 
 def _barriers(e: Evidence) -> list[Finding]:
@@ -252,9 +239,7 @@ def _gloo(e: Evidence) -> list[Finding]:
                 return _missing(e, failed, ended, "operation")
             if not torn and not e.of("remote_error"):
                 # its log is whole and holds no error: it may have ended, or died without a word
-                return [
-                    replace(f, reason="exited") for f in _missing(e, failed, gone, "operation")
-                ]
+                return [replace(f, reason="exited") for f in _missing(e, failed, gone, "operation")]
             return [
                 Finding(
                     job=e.job, kind="crashed_rank", evidence="inferred", reason="no_data",
@@ -286,7 +271,7 @@ def _gloo(e: Evidence) -> list[Finding]:
 
 
 def _stuck(e: Evidence) -> list[Finding]:
-    """The watchdog itself found no way on: a lock or the driver, not the program's communication."""
+    """The watchdog itself got stuck: in a lock or the driver, not in communication."""
     rows = e.of("stuck")
     if not rows:
         return []
@@ -358,6 +343,19 @@ def _exits(e: Evidence) -> list[Finding]:
     ]  # fmt: skip
 
 
+def _let_down(e: Evidence) -> list[Finding]:
+    """Exceptions of the library on some ranks, and not a word on the cause."""
+    if not e.of("let_down"):
+        return []
+    return [
+        Finding(
+            job=e.job, kind="insufficient_evidence", evidence="inferred", reason="no_data",
+            victims=tuple(sorted(e.who("let_down"))),
+            details={"error": e.of("let_down")[0]["text"]}, deadlocked=None,
+        )
+    ]  # fmt: skip
+
+
 def _signals(e: Evidence) -> list[Finding]:
     """Ranks that were told to dump, without a word on what had timed out."""
     if not e.of("signal", "observed"):
@@ -370,12 +368,8 @@ def _signals(e: Evidence) -> list[Finding]:
     ]  # fmt: skip
 
 
-statements = SimpleNamespace(
-    differing=_differing,
-    busy=_busy,
-    went_elsewhere=_went_elsewhere,
-    WEAKER=(
-        _barriers, _stores, _gloo, _stalls, _stuck, _shared_memory, _signals, _exits, _orders,
-    ),
+WEAKER: Final = (
+    _barriers, _stores, _gloo, _stalls, _stuck, _shared_memory, _signals, _let_down, _exits,
+    _orders,
 )  # fmt: skip
-"""The rules by name; ``WEAKER`` in the order in which they count, where no operation timed out."""
+"""Rules in the order in which they count, where no operation timed out."""

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import polars as pl
 
+from dl2gpu.analysis import log_statements as statements
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.log_evidence import Evidence, Wait, evidence
-from dl2gpu.analysis.log_statements import statements
 from dl2gpu.trace.schema import Trace
 
 __all__ = ["from_logs", "log_jobs", "without_log_events"]
@@ -73,9 +73,9 @@ _ROOT_LEAVES: Final = frozenset({"broadcast", "scatter"})
 
 def _at(e: Evidence, waits: Iterable[Wait]) -> tuple[dict[str, Any], ...]:
     """Operations as a finding shows them, one a rank."""
-    out = {}
+    out: dict[int, dict[str, Any]] = {}
     for w in waits:
-        ident, label = e.labels.get(w.comm, (None, None)) if w.comm is not None else (None, None)
+        ident, label = e.group(w.comm)
         out.setdefault(
             w.rank,
             {
@@ -155,7 +155,7 @@ def _disagree(e: Evidence, first: dict[int, Wait]) -> list[Finding]:
         elif len(ops) == 1 and len(sizes) > 1 and comparable:
             aspects.append("size")
         if aspects:
-            certain = number is not None
+            certain = number is not None and e.group(waits[0].comm)[0] != "?"
             return [
                 Finding(
                     job=e.job, kind="mismatch", evidence="observed" if certain else "inferred",
@@ -333,7 +333,7 @@ def absentees(
             replace(base, kind="missing_participant", culprits=tuple(sorted(late)),
                     reason="not_called")
         ]  # fmt: skip
-    alone = {r for r in known if statements.went_elsewhere(e, r, first)}
+    alone = {r for r in known if statements.went_elsewhere(e, r)}
     if alone and len(alone) <= len(first):
         return [
             replace(base, kind="missing_participant", culprits=tuple(sorted(alone)),
@@ -346,7 +346,9 @@ def absentees(
 
 def _stopped_earlier(e: Evidence, rank: int, first: dict[int, Wait]) -> bool:
     """Is the last sign of the rank from before the others gave up?"""
-    last = [row["t"] for row in e.of("life", "step") if row["rank"] == rank and row["t"] is not None]
+    last = [
+        row["t"] for row in e.of("life", "step") if row["rank"] == rank and row["t"] is not None
+    ]
     gave_up = [w.t for w in first.values() if w.t is not None]
     return not last or not gave_up or max(last) < max(gave_up)
 

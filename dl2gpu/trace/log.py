@@ -19,7 +19,7 @@ Source: FORMATS.md sections 5, 6 and 9; LOG_LINES.md.
 from __future__ import annotations
 
 import calendar
-import datetime
+import datetime as dt
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -166,15 +166,13 @@ def _one_job(
     return traces, [_told(f, found[i], name, ranks[i], traces) for i, f in enumerate(kept)]
 
 
-def _with_year(
-    facts: pl.DataFrame | None, found: Sequence[FileLines]
-) -> pl.DataFrame | None:
+def _with_year(facts: pl.DataFrame | None, found: Sequence[FileLines]) -> pl.DataFrame | None:
     """Times of files that name no year in that of another file of the job."""
     years = [f.year for f in found if f.year is not None]
     bare = [i for i, f in enumerate(found) if f.year is None]
     if facts is None or not years or not bare:
         return facts
-    days = (datetime.date(years[0], 1, 1) - datetime.date(1970, 1, 1)).days
+    days = (dt.date(years[0], 1, 1) - dt.date(1970, 1, 1)).days
     leap = calendar.isleap(years[0])
     month = pl.from_epoch("t", time_unit="ns").dt.month()
     shift = (days + pl.when(leap & (month > 2)).then(1).otherwise(0)) * 86_400_000_000_000
@@ -242,9 +240,7 @@ def _named_ranks(
     """Ranks of the files ``open_`` of one attempt."""
     names = _names(files, open_, single=single)
     several = any(len(seen.get(i, ())) > 1 for i in open_)
-    wrong = any(
-        rank is not None and seen.get(i) and seen[i] != {rank} for i, rank in names.items()
-    )
+    wrong = any(rank is not None and seen.get(i) and seen[i] != {rank} for i, rank in names.items())
     out: dict[int, int | None] = {}
     for i in open_:
         lines = seen.get(i, set())
@@ -389,9 +385,7 @@ _SAME_RESTART: Final = 60
 # Both grammars
 
 
-def _build(
-    facts: pl.DataFrame | None, calls: pl.DataFrame | None, job: LogJob
-) -> Trace | None:
+def _build(facts: pl.DataFrame | None, calls: pl.DataFrame | None, job: LogJob) -> Trace | None:
     said = log_c10d.build(facts, job) if facts is not None else None
     if said is not None:
         job.world_size = said.jobs["world_size"][0]

@@ -1,8 +1,8 @@
 """From the facts of the c10d grammars to the tables of one attempt of one job.
 
-A timed-out operation is an event (the watchdog's SeqNum is its ordinal), the watchdog's counters are
-rows of ``status``, ends and last signs of life go to ``ranks``; all that a line states beside that
-is a row of ``said``. Communicators have the names that Flight Recorder gives them: the process
+A timed-out operation is an event (the watchdog's SeqNum is its ordinal), the watchdog's counters
+are rows of ``status``, ends and last signs of life go to ``ranks``; all that a line states beside
+that is a row of ``said``. Communicators have the names that Flight Recorder gives them: the process
 group's unique name, else its number.
 
 Source: FORMATS.md sections 6 and 11; LOG_LINES.md.
@@ -150,7 +150,9 @@ def _sane(facts: pl.DataFrame) -> pl.DataFrame:
 
 
 _UNNAMED: Final = "0"
-"""Group of a watchdog that does not name any: old versions knew the default group best."""
+"""Group of a watchdog that does not name any: the default one, where nothing speaks against it."""
+_UNKNOWN: Final = "?"
+"""Group of which only is known that it is not the default one."""
 _GROUPED: Final = ("timeout", "status", "remote_error", "watchdog_error", "signal", "observed",
                    "progress", "stuck", "gil", "options")  # fmt: skip
 
@@ -170,8 +172,12 @@ def _with_comms(facts: pl.DataFrame) -> pl.DataFrame:
     )
     facts = facts.join(named, on=["rank", "ordinal"], how="left", nulls_equal=True)
     timeout = pl.col("what") == "timeout"
-    only = facts.filter(pl.col("what") == "status")["comm_id"].drop_nulls().unique()
-    other = only[0] if len(only) == 1 else _UNNAMED
+    only = facts.filter(pl.col("what").is_in(["timeout", "status"]))["comm_id"]
+    only = only.drop_nulls().unique()
+    # a rank that calls itself by another number is at work in a group of some ranks
+    bare = facts.filter(timeout & pl.col("comm_id").is_null() & pl.col("by_number").is_null())
+    small = bool((bare["said"] != bare["rank"]).any())
+    other = _UNKNOWN if small or len(only) > 1 else only[0] if len(only) else _UNNAMED
     return facts.with_columns(
         comm_id=pl.when(timeout)
         .then(pl.coalesce("comm_id", "by_number", pl.lit(other)))
@@ -211,13 +217,12 @@ def _world(facts: pl.DataFrame) -> int | None:
         .filter((pl.col("stopped") > 0) & (pl.col("failed") > 0))
         .select((pl.col("stopped") + pl.col("failed")).max())
     )
-    stated = [sizes.max(), pl.select(listed.max() + 1).item() if len(listed) else None]
-    stated.append(agents.item() if agents.height else None)
-    found = [int(n) for n in stated if n is not None]
+    counted = agents[agents.columns[0]].drop_nulls().to_list()
+    found = [*sizes.to_list(), *(n + 1 for n in listed.drop_nulls()), *counted]
     if not found:
         return None
-    seen = facts.filter(pl.col("rank").is_between(0, _MOST - 1))["rank"]
-    return min(_MOST, max([*found, *(int(r) + 1 for r in [seen.max()] if r is not None)]))
+    seen = facts.filter(pl.col("rank").is_between(0, _MOST - 1))["rank"].unique()
+    return min(_MOST, int(max(*found, *(n + 1 for n in seen), 0)))
 
 
 def _comms(facts: pl.DataFrame, world: int | None) -> pl.DataFrame:
@@ -397,5 +402,3 @@ def _said(facts: pl.DataFrame, job: LogJob) -> pl.DataFrame:
         else pl.lit(None, pl.String),
     )
     return conform(kept.select([c for c in kept.columns if c in SAID]), "said")
-
-

@@ -1,5 +1,6 @@
-"""Grammar of what PyTorch's process groups print: watchdog, desync report, barriers, stores, gloo,
-fingerprints; and the stall messages of Horovod, vLLM and FSDP.
+"""Grammar of what PyTorch's process groups print, and of stalls of Horovod, vLLM and FSDP.
+
+That is the watchdog, the desync report, barriers, stores, gloo and fingerprints.
 
 Each function takes lines and gives facts; each pattern is one wording. ``.cpp:<line>`` numbers and
 glog prefixes differ from version to version and are not looked at.
@@ -25,7 +26,7 @@ WORDS: Final = (
     "monitoredBarrier", "to complete", "Connection closed by peer", "Connection reset by peer",
     "caused pair closure", "connectFullMesh", "op.preamble", "store based barrier",
     "store-based barrier", "ncclUniqueId", "wait timeout after", "CollectiveFingerPrint",
-    "tensors were submitted to be", "tensors were submitted", "issing ranks", "ready ranks", "Stalled ops",
+    "tensors were submitted", "issing ranks", "ready ranks", "Stalled ops", ": [allreduce",
     "order differs", "broadcast block found", "initialization options", "Process group",
 )  # fmt: skip
 """Literal text; a line that holds none of these states nothing here."""
@@ -43,7 +44,8 @@ _WORK: Final = (
 _MARKS: Final = (
     r"\[[EWIF](?: |\d{3,4} )|\[Rank \d|\[PG |Watchdog caught|Work\w*\(|Rank \d+ successfully|"
     r"Detected mismatch|Rank \d+ is running|Ranks? [\d, ]+ failed|Timed out|Waiting in store|"
-    r"\[enforce fail|Observed |Received a dump|\[\d+\] is setting up|\[\S*gloo|One or more tensors|Stalled ops|"
+    r"\[enforce fail|/\S+\.py:\d+: \w+: |Observed |Received a dump|\[\d+\] is setting up|"
+    r"\[\S*gloo|One or more tensors|Stalled ops|"
     r"\[\d[\d, ]*\] (?:started|finished|joined)|- To our|- \[\d|#\d"
 )
 
@@ -108,7 +110,9 @@ def _work_columns() -> dict[str, pl.Expr]:
 
 
 def _timeouts(lines: pl.DataFrame) -> pl.DataFrame:
-    hits = _own(lines, r"Watchdog caught collective operation timeout: Work|timed out in blocking wait")
+    hits = _own(
+        lines, r"Watchdog caught collective operation timeout: Work|timed out in blocking wait"
+    )
     ran = pl.col("text").str.extract(r"ran for (\d{1,15}) milliseconds")
     limit = pl.col("text").str.extract(r"Timeout\(ms\)=(\d{1,15})\)")
     return facts(
@@ -222,7 +226,9 @@ def _desync(lines: pl.DataFrame) -> pl.DataFrame:
         "desync_timeout": r"^\s*- \[(\d{1,6})\] Timeout at collective: (\w+), #(\d+)",
         "desync_never": r"^\s*- To our best knowledge, ranks \[([\d, ]+)\] are the lagging ranks",
         "desync_joined": rf"^\s*(?:- )?{list_} joined but didn't finish collective #(\d+)",
-        "desync_behind": rf"^\s*(?:- )?{list_} finished collective #\d+, but didn't join collective #(\d+)",
+        "desync_behind": (
+            rf"^\s*(?:- )?{list_} finished collective #\d+, but didn't join collective #(\d+)"
+        ),
         "desync_start_head": r"^\s*#(\d+) started ranks:",
         "desync_end_head": r"^\s*#(\d+) finished ranks:",
         "desync_started": rf"^\s*{list_} started (\w+)\s*$",
@@ -282,12 +288,15 @@ def _gloo(lines: pl.DataFrame) -> pl.DataFrame:
     text = pl.col("text")
     timed = r"Timed out waiting (\d{1,12})ms for (recv|send) operation to complete"
     closed = (
-        r"(?:gloo\S*\] |Error: )(?:Connection closed by peer|Read error .*Connection reset|"
+        r"gloo\S*\] (?:Connection closed by peer|Read error .*Connection reset|"
         r"Write error .*Broken pipe|.*Connection reset by peer)"
     )
     ours = r"Application timeout caused pair closure"
-    mesh = r"Gloo connectFullMesh failed|Connect timeout \["
-    size = r"op\.(?:nread|nbytes).{0,40}op\.preamble\.(?:nbytes|length)|op\.preamble\.length <= op\.nbytes"
+    mesh = r"Gloo connectFullMesh failed|gloo\S*\] Connect timeout \["
+    size = (
+        r"op\.(?:nread|nbytes).{0,40}op\.preamble\.(?:nbytes|length)|"
+        r"op\.preamble\.length <= op\.nbytes"
+    )
     return pl.concat(
         [
             facts(
@@ -314,7 +323,9 @@ def _stores(lines: pl.DataFrame) -> pl.DataFrame:
     waits = _own(lines, r"Waiting in store based barrier to initialize process group")
     timed = _own(lines, r"Timed out initializing process group in store based barrier")
     done = _own(lines, r"Completed store-based barrier for key")
-    unique = r"\[(\d{1,6})\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(\d+)\]"
+    unique = (
+        r"\[(\d{1,6})\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(\d+)\]"
+    )
     keys = r"wait timeout after (\d+)ms, keys: (\S+)|Timeout waiting for key: (\S+)"
     return pl.concat(
         [
@@ -329,7 +340,10 @@ def _stores(lines: pl.DataFrame) -> pl.DataFrame:
                 said=text.str.extract(unique, 1), of=_ranks(text.str.extract(unique, 2)),
             ),
             facts(
-                _own(lines, keys).filter(~text.str.contains(unique)), "store_key",
+                _own(lines, keys).filter(
+                    ~text.str.contains(unique) & text.str.contains(r"default_pg|Dist\w*Error|c10d")
+                ),
+                "store_key",
                 pg=pl.coalesce(text.str.extract(keys, 2), text.str.extract(keys, 3)),
             ),
         ]
@@ -337,7 +351,7 @@ def _stores(lines: pl.DataFrame) -> pl.DataFrame:
 
 
 # --------------------------------------------------------------------------------------------------
-# TORCH_DISTRIBUTED_DEBUG=DETAIL
+# Fingerprints of debug level DETAIL
 
 _PRINT: Final = (
     r"CollectiveFingerPrint\((?:SequenceNumber=(-?\d+)(?:, ?)?)?OpType=(\w+)"
@@ -377,9 +391,7 @@ def _prints(lines: pl.DataFrame) -> pl.DataFrame:
     return pl.concat(
         [
             facts(differs, "differs", **side(mine)),
-            facts(
-                differs.filter(text.str.contains(partner)), "differs_from", **side(partner)
-            ),
+            facts(differs.filter(text.str.contains(partner)), "differs_from", **side(partner)),
             facts(stopped, "print_stopped", **own),
             # a whole trace, of which the last of each rank suffices
             facts(running, "running", **own)
@@ -399,7 +411,9 @@ def _stalls(lines: pl.DataFrame) -> pl.DataFrame:
     ready = r"\[ready ranks: ?([\d, ]*)\]"
     missing = r"\[missing ranks: ?([\d, ]*)\]"
     later = r"^\s*(\d{1,6}): \[[\w.]"
-    horovod = _own(lines, r"tensors were submitted to be|Stalled ops:|\[ready ranks:|\[missing ranks:")
+    horovod = _own(
+        lines, r"tensors were submitted to be|Stalled ops:|\[ready ranks:|\[missing ranks:"
+    )
     by_rank = lines.filter(text.str.contains(later))
     names = r"([\w./-]+) \[(?:ready|missing) ranks"
     fsdp = r"(?:Forward|All-gather) order differs"

@@ -1,5 +1,6 @@
-"""Which facts of a log count: those that the job outlived, or that came after its good end, do not;
-and which sign of a death is a cause and which only a consequence.
+"""Which facts of a log count, and which sign of a death is a cause.
+
+A failure that the job outlived, or that came after its good end, does not count.
 
 A process that gives up waiting dies, too: by the watchdog's abort, by the launcher's signal, by an
 exception that says "connection closed". Only what comes first can be a cause.
@@ -166,11 +167,38 @@ def with_crashes(facts: pl.DataFrame) -> pl.DataFrame:
         ~pl.col("rank").is_in(sorted(excused))
         & ~(pl.col("number").is_in(_ABORTS) & pl.col("rank").is_in(sorted(held)))
     )
-    known = exits.join(died.select("rank"), on="rank", how="anti", nulls_equal=False)
-    crash = pl.concat([died.with_columns(number=pl.lit(None, pl.Int64)), known])
+    crash = died.with_columns(number=pl.lit(None, pl.Int64))
+    if died.is_empty():
+        crash = pl.concat([crash, _first_exits(exits)])
+    else:
+        # what a launcher counts besides is the fall of the others, or the same death
+        of_them = exits.join(died.select("rank").unique(), on="rank").group_by("rank").first()
+        crash = crash.join(
+            of_them.select("rank", code="number"), on="rank", how="left"
+        ).with_columns(number="code").drop("code")  # fmt: skip
+        killed = exits.filter(pl.col("number").is_in(_SIGNALS))
+        crash = pl.concat(
+            [crash.select(facts.columns), killed.join(died.select("rank"), on="rank", how="anti")]
+        )
     crash = (
         crash.sort("file", "line", "part")
         .unique("rank", keep="first", maintain_order=True)
         .with_columns(what=pl.lit("crash"))
     )
-    return pl.concat([facts, crash])
+    # "NCCL error" and the like: a rank that was let down, and perhaps nothing says by whom
+    fell_too = let_down.filter(pl.col("text").str.contains(_LIBRARY)).with_columns(
+        what=pl.lit("let_down")
+    )
+    return pl.concat([facts, crash, fell_too])
+
+
+_SIGNALS: Final = (-9, -11, -7, -4, -8, 137, 139, 135, 132, 136)
+
+
+def _first_exits(exits: pl.DataFrame) -> pl.DataFrame:
+    """Exit codes that are a cause where nothing else is: signals, else the first one reported."""
+    signals = exits.filter(pl.col("number").is_in(_SIGNALS))
+    return signals if signals.height else exits.sort("file", "line").head(1)
+
+
+_LIBRARY: Final = r"Dist\w+Error|NCCL|nccl|c10d|[Gg]loo|ProcessGroup|Rendezvous"

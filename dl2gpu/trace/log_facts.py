@@ -67,10 +67,14 @@ def facts(lines: pl.DataFrame, what: str | pl.Expr, **columns: pl.Expr) -> pl.Da
 
 _LEAST_LEAD: Final = 12
 _QUOTING: Final = (
-    r"""(?i)\b(?:sample|prompt|target|question|answer|example|dataset|document|completion|label|"""
-    r"""quot\w*|user|assistant|human|instruction|response|passage|snippet|old log|previous|"""
-    r"""e\.g\.|grep|stackoverflow|issue|forum|ticket|says|said|like this|for instance)\b|^\s*[>#] """
+    r"(?i)\b(?:sample|prompt|target|question|answer|example|dataset|document|completion|label|"
+    r"user|assistant|human|instruction|response|passage|snippet)\b\s?\d*\s?[:=\]]|"
+    r"\b(?:quot\w+|old log|previous log|e\.g\.|grep|stackoverflow|says|said|like this|"
+    r"for instance|i see|i get|we see)\b|^\s*[>#] "
 )
+_WORDS: Final = r"\b[a-z]{2,}[,.]? "
+_MOST_WORDS: Final = 6
+"""So many words of a sentence before a message, and it is part of the sentence."""
 _OPEN_QUOTE: Final = r"""["'`“»>]\s?$|(?:^|[\s=:\[({,])["'`“][^"'`]*$"""
 _BAR: Final = r"it/s|s/it|%\|"
 
@@ -93,7 +97,7 @@ def own(lines: pl.DataFrame, pattern: str, marks: str = "") -> pl.DataFrame:
     begins = f"{marks}|{pattern}" if marks else pattern
     lead = pl.col("text").str.extract(rf"^(.*?)(?:{begins})").fill_null("")
     plain = ~lead.str.contains(_QUOTING) & (
-        lead.str.contains(_BAR) | (lead.str.count_matches(r"[A-Za-z]{2,}") <= 8)
+        lead.str.contains(_BAR) | (lead.str.count_matches(_WORDS) <= _MOST_WORDS)
     )
     return hits.filter(
         ((lead.str.len_bytes() < _LEAST_LEAD) | plain) & ~lead.str.contains(_OPEN_QUOTE)

@@ -1,5 +1,6 @@
-"""Grammar of how processes live and die: steps, good ends, exceptions, signals, exit codes,
-restarts, and the number of ranks that a job says it has.
+"""Grammar of how processes live and die.
+
+Steps, good ends, exceptions, signals, exit codes, restarts, and the number of ranks of a job.
 
 These lines come from launchers (torchrun and its elastic agent, Slurm, mpirun, Horovod, Ray), from
 Python and from the program itself. They say why a rank is absent, which no message of a
@@ -43,7 +44,9 @@ _MEASURE: Final = (
     r"""(?i)loss|it/s|s/it|tok(?:en)?s?/s|\blr\b|learning|samples|elapsed|\bacc|throughput|"""
     r"""\bppl\b|reward|examples/s|\bms\b|grad"""
 )
-_ALARM: Final = r"(?i)\b(?:errors?|fail(?:ed|ure)?|abort\w*|timed? ?out|timeout|exception|not|killed)\b"
+_ALARM: Final = (
+    r"(?i)\b(?:errors?|fail(?:ed|ure)?|abort\w*|timed? ?out|timeout|exception|not|killed)\b"
+)
 
 _END: Final = (
     r"(?i)\btraining (?:has |is )?(?:complete|completed|finished|done|ended)\b|"
@@ -52,7 +55,7 @@ _END: Final = (
     r"'train_runtime'|worker group successfully finished|"
     r"\bexit(?:ed)?(?: with)?(?: code| status)?:? ?0\b|\bdone: \d+(?:/\d+)? steps|"
     r"`Trainer\.fit` stopped|\[after training is done\]|wandb: Synced|"
-    r"^\s*\[?rank[ =:]?\s?\d{1,6}\]?:? (?:\w+ )?(?:is )?(?:done|finished|exiting cleanly)\b[.!]?\s*$|"
+    r"^\s*\[?rank[ =:]?\s?\d{1,6}\]?:? (?:\w+ )?(?:is )?(?:done|finished)\b[.!]?\s*$|"
     r"^\s*(?:\[?INFO\]? )?(?:all )?(?:done|finished)[.!]?\s*$|"
     r"\brun (?:completed|finished) successfully|\bjob completed\b|"
     r"\ball (?:ranks|workers|processes) (?:finished|exited|done)\b"
@@ -80,19 +83,26 @@ def life_facts(lines: pl.DataFrame) -> pl.DataFrame:
     if lines.is_empty():
         return none()
     lines = lines.with_columns(
-        rank=pl.coalesce("rank", pl.col("text").str.extract(_RANK_WORD).cast(pl.Int32, strict=False))
+        rank=pl.coalesce(
+            "rank", pl.col("text").str.extract(_RANK_WORD).cast(pl.Int32, strict=False)
+        )
     )
     return pl.concat(
-        [_lives(lines), _ends(lines), _deaths(lines), _exits(lines), _launcher(lines), _world(lines)]
+        [
+            _lives(lines),
+            _ends(lines),
+            _deaths(lines),
+            _exits(lines),
+            _launcher(lines),
+            _world(lines),
+        ]
     )
 
 
 def _lives(lines: pl.DataFrame) -> pl.DataFrame:
     text = pl.col("text")
     alive = lines.filter(text.str.strip_chars().str.len_bytes() > 0)
-    steps = own(
-        alive.filter(text.str.contains(_STEP) & text.str.contains(_MEASURE)), _STEP
-    )
+    steps = own(alive.filter(text.str.contains(_STEP) & text.str.contains(_MEASURE)), _STEP)
     return pl.concat(
         [
             facts(steps, "step", number=text.str.extract(_STEP_NUMBER)),

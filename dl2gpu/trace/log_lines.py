@@ -179,7 +179,7 @@ _COLOUR: Final = (
 _GLUE: Final = (
     # a message of a library that does not begin its line: the one before had no newline
     r"(\[rank\d+\]:\s?\[[EWIF]\d*\s|"
-    r"\[[EWIF](?:\d{3,4} [\d:.]+)? (?:ProcessGroup|TCPStore|logger|Utils|socket)\w*\.(?:cpp|hpp):\d+\]|"
+    r"\[[EWIF](?:\d{3,4} [\d:.]+)? (?:ProcessGroup|TCPStore|logger|Utils|socket)\w*\.[ch]pp:\d+\]|"
     r"\[(?:rank|default)\d+\]: |"
     r"\[\d+,\d+\]<std(?:err|out)>:)"
 )
@@ -187,7 +187,7 @@ _BREAK: Final = "\x02"
 
 
 def parse(lines: pl.DataFrame, found: Sequence[FileLines]) -> pl.DataFrame:
-    """Physical lines (``file``, ``line``, ``text``) of any number of files as rows of :data:`LINES`.
+    """Physical lines (``file``, ``line``, ``text``) of any files as rows of :data:`LINES`.
 
     ``found``: by number of the file; ``year`` and ``tasks`` are filled from its first lines.
     """
@@ -218,7 +218,8 @@ def parse(lines: pl.DataFrame, found: Sequence[FileLines]) -> pl.DataFrame:
 
 
 _QUOTED: Final = (
-    r"""(?:^|[\s=:\[({,])["'`“][^"'`\s][^"'`]*(?:\[E ?\d* ?|\[[Rr]ank ?\d+\]|Watchdog caught|Traceback \()"""
+    r"""(?:^|[\s=:\[({,])["'`“][^"'`\s][^"'`]*"""
+    r"""(?:\[E ?\d* ?|\[[Rr]ank ?\d+\]|Watchdog caught|Traceback \()"""
 )
 """A message inside quotation marks is somebody's data, not a message."""
 
@@ -237,9 +238,7 @@ _PREFIX: Final = (
     r"\(\w+ pid=\d+[^)]*\)|B-\S+ )\s?)*"
 )
 
-_DATE: Final = (
-    r"(\d{4})[-/](\d{2})[-/](\d{2})[T _](\d{2}):(\d{2}):(\d{2})(?:[.,](\d{1,9}))?"
-)
+_DATE: Final = r"(\d{4})[-/](\d{2})[-/](\d{2})[T _](\d{2}):(\d{2}):(\d{2})(?:[.,](\d{1,9}))?"
 _GLOG: Final = r"(?:^|[\s\[:])[EWIF](\d{1,2})(\d{2}) (\d{2}):(\d{2}):(\d{2})\.(\d{1,9})"
 
 
@@ -305,7 +304,7 @@ _LABELLED: Final = 0.8
 
 
 def _time(column: str, year: pl.Expr | None, first: int) -> pl.Expr:
-    """ns since the epoch of the groups of a date.
+    """Nanoseconds since the epoch of the groups of a date.
 
     A date without a year, in a file that names none, is of 1970: differences are right.
 

@@ -288,9 +288,7 @@ def _is_log(url: str, head: bytes, packed: str | None, size: int | None, name: s
     more, _ = read_head(url, _MORE)
     if packed is None:
         more += b"\n" + read_tail(url, _MORE)
-    return any(
-        pattern.search(more) is not None for pattern in (_LOG_LINE, _STEP_LINE, _RANK_LINE)
-    )
+    return any(pattern.search(more) is not None for pattern in (_LOG_LINE, _STEP_LINE, _RANK_LINE))
 
 
 def _is_text(head: bytes) -> bool:
