@@ -263,6 +263,7 @@ def _communicators(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, int 
         .group_by("comm")
         .agg(pl.col("size").max(), top=pl.col("rank").max(), first=pl.col("number").min())
         .with_columns(size=pl.coalesce("size", pl.col("top") + 1))
+        .with_columns(size=pl.when(pl.col("size").is_between(1, _MOST_RANKS)).then("size"))
         .sort("size", "first", "comm", descending=[True, False, False], nulls_last=True)
         .with_row_index("key")
         .cast({"key": pl.Int32})
@@ -271,19 +272,21 @@ def _communicators(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, int 
     gpus = rows["gpus"].max()
     known = [int(n) for n in (largest, gpus) if isinstance(n, int)]
     world = max(known) if known and max(known) <= _MOST_RANKS else None
-    whole = comms.filter((pl.col("size") == world) & pl.col("size").is_not_null()).head(1)
+    all_of_it = pl.lit(world, pl.Int64)
+    whole = comms.filter(pl.col("size") == all_of_it).head(1)
     place = ["host", "pid", "device"]
     ranks = (
         rows.join(whole.select("comm"), on="comm", how="semi")
         .filter(pl.col("rank").is_not_null() & pl.col("pid").is_not_null())
         .select(*place, at="rank")
+        .unique()
         .unique(place, keep="none")
     )
     rows = (
         rows.join(comms.select("comm", "key", full="size"), on="comm", how="left")
         .join(ranks, on=place, how="left", nulls_equal=True)
         .with_columns(
-            world_rank=pl.when((pl.col("full") == world) & (pl.col("key") == 0))
+            world_rank=pl.when((pl.col("full") == all_of_it) & (pl.col("key") == 0))
             .then("rank").otherwise("at")
         )
     )  # fmt: skip
@@ -302,7 +305,7 @@ def _communicators(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, int 
     comms = comms.join(members, on="key", how="left").select(
         comm="key",
         id="comm",
-        ranks=pl.when((pl.col("size") == world) & (pl.col("key") == 0))
+        ranks=pl.when((pl.col("size") == all_of_it) & (pl.col("key") == 0))
         .then(pl.int_ranges(0, pl.col("size").clip(0, _MOST_RANKS)).cast(pl.List(pl.Int32)))
         .when(pl.col("clean") & (pl.col("ranks").list.len() == pl.col("size")))
         .then(pl.col("ranks").cast(pl.List(pl.Int32)))

@@ -163,7 +163,7 @@ def test_any_rendering_of_a_program_gives_its_events(p: dict[str, Any]) -> None:
         )
 
     def told(r: int, line: str) -> str:
-        text = p["prefix"].format(line, label=r, pid=job.processes[r].pid)
+        text: str = p["prefix"].format(line, label=r, pid=job.processes[r].pid)
         return text + "\r" if p["crlf"] else text
 
     parts = [[told(r, line) for line in lines[r]] for r in lines]
@@ -485,7 +485,9 @@ def test_a_rank_that_ended_is_missed(tmp_path: Path) -> None:
 def test_a_job_that_was_cancelled_with_ranks_apart_is_not_healthy(tmp_path: Path) -> None:
     _, _, lines = whole_run("2.18", end=False)
     lines[2] = lines[2][:-1]
-    end = "slurmstepd: error: *** JOB 481 ON gpu-a1 CANCELLED AT 2025-07-18T22:37:20 DUE TO TIME LIMIT"
+    end = (
+        "slurmstepd: error: *** JOB 4 ON gpu-a1 CANCELLED AT 2025-07-18T22:37:20 DUE TO TIME LIMIT"
+    )
     kind, stuck, _ = verdict(tmp_path, [*interleaved(lines.values(), random.Random(1)), end])
     assert (kind, stuck) == ("insufficient_evidence", None)
 
