@@ -226,7 +226,8 @@ def _rows(trace: Trace, engine: str, first: int) -> tuple[Rows, Rows]:
             number=pl.col("job") + first,
         )
         # a job of which no file could be used is no job: its inputs say what became of them
-        .filter(pl.col("ranks_present").list.len() > 0)
+        # (a log may tell of a job and name no rank)
+        .filter((pl.col("ranks_present").list.len() > 0) | (pl.col("source") == "log"))
         .with_columns(source_format="source")
         .select([pl.col(c).cast(t) for c, t in JOB_ROW.items()])
         .sort("number")

@@ -6,7 +6,7 @@ A set is a folder of jobs that is scanned once; a job is a folder below it with 
 
 As a program it prints what fails, with what was expected and found::
 
-    python tests/corpus.py cases|rendered|live|megatron [--verbose] [NAME...]
+    python tests/corpus.py cases|rendered|live|megatron|logs [--verbose] [NAME...]
 """
 
 # ruff: noqa: T201 - the program below prints, as programs do
@@ -99,13 +99,22 @@ def _megatron(shared: Path) -> list[Labelled]:
     ]
 
 
-SETS: Final = {"cases": _cases, "rendered": _rendered, "live": _live, "megatron": _megatron}
+def _logs(_: Path) -> list[Labelled]:
+    # our own, kept with the tests
+    return _labelled(LOGS, "*")
+
+
+LOGS: Final = Path(__file__).resolve().parent / "data" / "logs"
+
+SETS: Final = {
+    "cases": _cases, "rendered": _rendered, "live": _live, "megatron": _megatron, "logs": _logs,
+}  # fmt: skip
 
 
 @functools.cache
 def labelled(name: str) -> tuple[Labelled, ...]:
     """The labelled jobs of a set; none where the data are absent."""
-    shared = shared_folder()
+    shared = LOGS if name == "logs" else shared_folder()
     return tuple(SETS[name](shared)) if shared else ()
 
 

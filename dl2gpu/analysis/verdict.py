@@ -7,6 +7,7 @@ run over causes, not over events.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from dl2gpu.analysis import observed, scenarios
+from dl2gpu.analysis import host_called, observed, scenarios
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.findings import findings_of, mismatch_at
 from dl2gpu.analysis.fingerprint import fingerprint
+from dl2gpu.analysis.logs import from_logs, without_log_events
 from dl2gpu.analysis.matching import Matching, match
 from dl2gpu.analysis.names import Names
+from dl2gpu.analysis.ras import report_findings
 from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, build, run
 from dl2gpu.analysis.roots import find_causes
 from dl2gpu.analysis.shares import over_shares
@@ -66,19 +69,23 @@ def analyse(trace: Trace, workers: int | None = None, engine: str | Engine = "cp
         DeviceMemoryError: the shard does not fit the memory of the GPU; a smaller one may.
     """
     where = engine_of(engine) if isinstance(engine, str) else engine
-    shares = over_shares(
-        trace,
-        lambda share: analyse_matched(match(share, where)),
-        workers if where.passes else 1,
-    )
+
+    def one(share: Trace) -> Analysis:
+        rest = without_log_events(share)
+        return analyse_matched(match(rest, where), from_logs(share))
+
+    shares = over_shares(trace, one, workers if where.passes else 1)
     return Analysis(
         [f | {"job": f["job"] + first} for first, found in shares for f in found.findings],
         pl.concat([found.jobs.with_columns(pl.col("job") + first) for first, found in shares]),
     )
 
 
-def analyse_matched(m: Matching) -> Analysis:
-    """All findings of a matched trace."""
+def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
+    """All findings of a matched trace.
+
+    ``told``: findings on jobs of which there are only logs, whose events are not in ``m``.
+    """
     p = build(m)
     names = Names(m)
     by_states = m.prepared.jobs["states"].to_numpy().astype(bool)
@@ -134,11 +141,16 @@ def analyse_matched(m: Matching) -> Analysis:
         findings += _potentials(p, names, calm, through)
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
+    findings += report_findings(m)
     findings += _passed_mismatches(p, names, findings)
     findings += _uncompared(m, findings)
     findings = within_windows(p, findings)
+    findings, unsettled = host_called.sifted(m, findings)
+    open_jobs |= unsettled
+    findings = host_called.with_statements(m, findings, open_jobs)
     findings = _across_attempts(m, _merge(findings))
     findings = [_with_last(p, names, f, issued) for f in findings]
+    findings += [replace(f, fingerprint=fingerprint(f)) for f in told]
     return _conclude(m, findings, open_jobs)
 
 

@@ -52,6 +52,8 @@ def summary_of(f: Finding) -> str:
         return f"{left} left out {_left_out(f)}that the others made; it shows at {at}."
     if f.kind == "missing_participant" and f.reason == "other_group":
         return f"{waiting} for {gone}, at work in a group of their own."
+    if f.kind == "missing_participant" and f.reason == "stalled":
+        return f"{waiting} for {gone}, without a sign that those will make the call."
     if f.kind == "missing_participant":
         return f"{waiting} for {gone}, which ended without it."
     if f.kind == "unmatched_p2p":
@@ -66,6 +68,12 @@ def summary_of(f: Finding) -> str:
         return f"{_start(late)} {verb} alive with nothing pending. {waiting}."
     if f.kind == "in_flight":
         return f"All participants are present and agree at {at}, and it does not complete."
+    return _unclear(f, at, waiting)
+
+
+def _unclear(f: Finding, at: str, waiting: str) -> str:
+    """What is not known, and why."""
+    gone, others = ranks_text(f.details.get("missing_ranks", f.culprits)), ranks_text(f.victims)
     if f.reason == "other_attempt":
         return f"{waiting} for {gone}, whose record is of another attempt of the job."
     if "uncompared_operations" in f.details:
@@ -89,6 +97,10 @@ def summary_of(f: Finding) -> str:
             f"Profiles of {n} of {of} ranks: these went on to their end; of the others nothing is "
             "known."
         )
+    if f.reason == "cut_off":
+        return "The job was stopped from outside; whether its ranks would have gone on is not said."
+    if f.reason == "no_calls":
+        return f"{_start(others)} have made the same calls, and none since the report before."
     if f.reason == "no_data":
         return f"{waiting} for {gone}, of which there is no usable record."
     return (

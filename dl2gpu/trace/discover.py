@@ -446,6 +446,8 @@ _ATTEMPT_FOLDER: Final = re.compile(
 
 def _jobs(found: list[tuple[_Found, Kind]]) -> list[TraceFile]:
     """Trace files with the folder of their job, and the attempt where a folder's name says it."""
+    logs = [(file, kind) for file, kind in found if kind.format == "log"]
+    found = [(file, kind) for file, kind in found if kind.format != "log"]
     by_folder: dict[tuple[str, str], list[_Found]] = defaultdict(list)
     kinds: dict[str, Kind] = {}
     for file, kind in found:
@@ -473,6 +475,47 @@ def _jobs(found: list[tuple[_Found, Kind]]) -> list[TraceFile]:
             )
             for file in members
         ]
+    return [*files, *_log_files([file for file, _ in logs])]
+
+
+_LOG_FOLDER: Final = re.compile(
+    r"(?:logs?|torchelastic|torchrun|std(?:err|out)|console|(?:raw|rank|node|worker)?[-_]?logs?"
+    r"|none_[a-z0-9_]{8})",
+    re.IGNORECASE,
+)
+"""Folders that hold the logs of the job that their parent is."""
+_TASK_FOLDER: Final = re.compile(r"\d{1,6}")
+
+
+def _log_files(found: list[_Found]) -> list[TraceFile]:
+    """Logs with the folder of their job: launchers put them some folders deeper.
+
+    ``job/logs/node0.log`` and ``job/torchelastic/attempt_0/3/stderr.log`` are of ``job``.
+    """
+    files = []
+    for file in found:
+        parts = file.folder.split("/") if file.folder else []
+        attempt = None
+        if len(parts) > 1 and _TASK_FOLDER.fullmatch(parts[-1]):
+            if _ATTEMPT_FOLDER.fullmatch(parts[-2]):
+                parts.pop()
+        elif parts and (_RANK_FOLDER.match(parts[-1]) or _HOST_FOLDER.fullmatch(parts[-1])):
+            parts.pop()
+        if parts and (match := _ATTEMPT_FOLDER.fullmatch(parts[-1])):
+            attempt = int(match.group(1))
+            parts.pop()
+        while parts and _LOG_FOLDER.fullmatch(parts[-1]):
+            parts.pop()
+        files.append(
+            TraceFile(
+                path=file.path,
+                url=file.url,
+                format="log",
+                folder=_folder_name(file, "/".join(parts)),
+                size=file.size or 0,
+                attempt=attempt,
+            )
+        )
     return files
 
 

@@ -23,6 +23,8 @@ READERS: Final[dict[str, str]] = {
     "otf2": "dl2gpu.trace.otf2_archive",
     "param": "dl2gpu.trace.param",
     "kineto": "dl2gpu.trace.kineto",
+    "log": "dl2gpu.trace.log",
+    "ras": "dl2gpu.trace.ras",
 }
 """Module of each format; its ``read(files)`` gives the trace and an Input for each file."""
 
@@ -65,7 +67,7 @@ def read_trace(path: str) -> Trace:
         raise InputError(f"{bad[0].path}: {bad[0].reason}")
     if not found.files:
         raise InputError(
-            f"{path}: expected traces (dl2gpu JSON Lines or Parquet, Flight Recorder dumps), "
+            f"{path}: expected traces, dumps or logs of a format that is read (docs/formats.md), "
             "found none"
         )
     return trace

@@ -38,6 +38,7 @@ __all__ = [
     "OP_CLASS",
     "OP_OTHER",
     "RANKS",
+    "SAID",
     "SEND_MODE",
     "STACKS",
     "STATE",
@@ -308,6 +309,29 @@ STATUS: Final[dict[str, pl.DataType]] = {
     "last_completed": pl.Int64(),
 }
 
+SAID: Final[dict[str, pl.DataType]] = {
+    # what a line of a log states and no event can hold: one row a statement (trace/log_facts.py
+    # lists the kinds); few rows, whatever the size of the log
+    "job": pl.Int32(),
+    "what": pl.String(),  # kind of statement
+    "rank": pl.Int32(),  # global rank that states it, or of which a launcher does; null: unknown
+    "of": pl.List(pl.Int32()),  # global ranks of whom it is stated
+    "comm": pl.Int32(),
+    "ordinal": pl.Int64(),
+    "op": pl.Int32(),  # op catalogue
+    "count": pl.Int64(),
+    "count_out": pl.Int64(),
+    "enqueued": pl.Int64(),
+    "started": pl.Int64(),
+    "completed": pl.Int64(),
+    "number": pl.Int64(),  # exit code, milliseconds, number of ranks, ... as the kind has it
+    "t": pl.Int64(),  # ns since the epoch, of this line or of the last one above it that has a time
+    "file": pl.Int32(),  # place in the log: file of the job, line
+    "line": pl.Int64(),
+    "path": pl.String(),
+    "text": pl.String(),  # the message, cut
+}
+
 _TABLES: Final[dict[str, dict[str, pl.DataType]]] = {
     "events": EVENTS,
     "jobs": JOBS,
@@ -316,6 +340,7 @@ _TABLES: Final[dict[str, dict[str, pl.DataType]]] = {
     "stacks": STACKS,
     "strings": STRINGS,
     "status": STATUS,
+    "said": SAID,
 }
 
 _REQUIRED: Final[dict[str, tuple[str, ...]]] = {
@@ -326,6 +351,7 @@ _REQUIRED: Final[dict[str, tuple[str, ...]]] = {
     "stacks": ("stack", "frames"),
     "strings": ("code", "text"),
     "status": ("job", "rank", "comm"),
+    "said": ("job", "what"),
 }
 
 
@@ -372,6 +398,7 @@ class Trace:
     stacks: pl.DataFrame = field(default_factory=lambda: empty("stacks"))
     strings: pl.DataFrame = field(default_factory=lambda: empty("strings"))
     status: pl.DataFrame = field(default_factory=lambda: empty("status"))
+    said: pl.DataFrame = field(default_factory=lambda: empty("said"))
 
     def tables(self) -> Mapping[str, pl.DataFrame]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -430,6 +457,13 @@ def concat(traces: Sequence[Trace]) -> Trace:
         out["status"].append(
             t.status.with_columns(pl.col("job") + n_jobs, pl.col("comm") + n_comms)
         )
+        out["said"].append(
+            t.said.with_columns(
+                pl.col("job") + n_jobs,
+                pl.col("comm") + n_comms,
+                op=_gather_above(t.said["op"], OP_OTHER, new_string),
+            )
+        )
         n_jobs += t.jobs.height
         n_comms += t.comms.height
     joined = {name: pl.concat(frames) for name, frames in out.items() if frames}
@@ -472,7 +506,11 @@ def split(trace: Trace, cuts: Sequence[int]) -> list[Trace]:
         number[comms["comm"].to_numpy()] = np.arange(comms.height, dtype=np.int32)
         of_comm = pl.Series(number)
         tables["comms"] = comms.with_columns(comm=_gather(comms["comm"], of_comm))
-        for name, columns in (("events", ("comm", "new_comm")), ("status", ("comm",))):
+        for name, columns in (
+            ("events", ("comm", "new_comm")),
+            ("status", ("comm",)),
+            ("said", ("comm",)),
+        ):
             frame = tables[name]
             tables[name] = frame.with_columns(_gather(frame[c], of_comm) for c in columns)
         parts.append(dataclasses.replace(trace, **tables))

@@ -39,6 +39,7 @@ class Kind:
 NATIVE: Final = Kind("native")
 FLIGHT_RECORDER: Final = Kind("flight_recorder")
 PARQUET: Final = Kind("parquet")
+LOG: Final = Kind("log")
 
 
 def _not_yet(format_: str, title: str) -> Kind:
@@ -51,8 +52,8 @@ _CHAKRA = Kind("chakra")
 _CLOG = Kind("clog")
 _OTF2 = Kind("otf2")
 _PARAM = Kind("param")
-_NCCL_LOG = _not_yet("nccl_log", "NCCL log")
-_RAS = _not_yet("ras", "NCCL RAS output")
+_NCCL_LOG = Kind("log")
+_RAS = Kind("ras")
 _UNKNOWN_JSON = Kind(None, "ignored", "JSON, but not a trace")
 _UNKNOWN = Kind(None, "ignored", "not a trace: the content is of no known format")
 
@@ -88,6 +89,8 @@ def sniff(url: str, name: str, size: int | None, stamp: Stamp | None = None) -> 
     if kind in (_UNKNOWN_JSON, _UNKNOWN) and len(head) >= _HEAD and _json_start(head) in b"{[":
         head, _ = read_head(url, _MORE, stamp)
         kind = classify(head, name)
+    if kind in (_UNKNOWN, _UNKNOWN_JSON) and _is_log(url, head, packed, size, name, stamp):
+        return LOG
     if kind in (_UNKNOWN, _UNKNOWN_JSON) and looks_like_a_dump(name):
         return Kind(
             None,
@@ -101,6 +104,8 @@ def _empty(name: str) -> Kind:
     # The process was killed before it wrote anything: that rank has no record, which is evidence.
     if re.search(r"\.jsonl(\.gz|\.zst)?$", name):
         return NATIVE
+    if _LOG_NAME.search(name):
+        return LOG
     if looks_like_a_dump(name):
         return FLIGHT_RECORDER
     return Kind(None, "ignored", "empty file")
@@ -122,6 +127,14 @@ def looks_like_a_dump(name: str) -> bool:
     """Is ``name`` one that Flight Recorder dumps, or the files of one rank, usually have."""
     return _DUMP_NAME.search(name) is not None
 
+
+_LOG_NAME: Final = re.compile(
+    r"\.(log|out|err|stdout|stderr)(\.\d{1,4})?(\.(gz|zst|bz2|xz))?$"
+    r"|(^|[-_.])(stdout|stderr|console|output)([-_.]?\d+)*(\.(txt|gz|zst|bz2|xz))*$"
+    r"|^slurm-\d+|\.[oe]\d{3,}$|\.txt(\.(gz|zst|bz2|xz))?$",
+    re.IGNORECASE,
+)
+"""Names that logs of jobs have. A name alone makes no log: the content must be text."""
 
 _JUNK: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
     (re.compile(pattern, re.IGNORECASE), reason)
@@ -246,17 +259,63 @@ def _text(head: bytes, text: bytes) -> Kind:
         return Kind(None, "quarantined", "a tar archive that is damaged from its beginning")
     if text.startswith(b"V|1|base_timestamp="):
         return _CLOG
-    if b" NCCL INFO " in head or b"NCCL version " in head:
-        return _NCCL_LOG
-    if b"Watchdog caught" in head or b"ProcessGroupNCCL" in head:
-        return _not_yet("watchdog_log", "PyTorch watchdog log")
-    if b"Job summary" in head and b"=====" in head:
+    if _is_ras(head):
         return _RAS
+    if _LOG_LINE.search(head):
+        return LOG
     if b" entering at walltime " in head:
         return _not_yet("dumpi", "DUMPI text trace")
     if is_framed(head):
         return _CHAKRA
     return _UNKNOWN
+
+
+def _is_ras(head: bytes) -> bool:
+    """A report of NCCL's RAS: its text, or JSON behind the lines of the protocol."""
+    if b" NCCL INFO " in head:
+        return False
+    return (b"Job summary" in head and b"=====" in head) or (
+        head.lstrip().startswith((b"SERVER PROTOCOL", b"OK\n")) and b'"nccl_version"' in head
+    )
+
+
+_LOG_LINE: Final = re.compile(
+    rb"[NR]CCL (?:INFO|WARN) |NCCL version |ProcessGroup\w*\.[ch]pp|Watchdog caught|\[c10d\]"
+    rb"|torch[./]distributed|CollectiveFingerPrint|monitoredBarrier|store[ -]based barrier"
+    rb"|Stalled ops:|\[(?:ready|missing) ranks:|gloo/transport|torchrun|\[(?:rank|default)\d+\]:"
+    rb"|<std(?:err|out)>:|(?:INFO|WARN\w*|ERROR)[:|\]].*\brank[ =:]?\d|srun: error|slurmstepd: "
+)
+"""What logs of distributed jobs hold and hardly any other text does."""
+_STEP_LINE: Final = re.compile(
+    rb"(?i)\b(?:step|iter(?:ation)?|epoch|batch)s?['\"]?\s?[=:#]?\s*\d.*"
+    rb"(?:loss|it/s|tok(?:en)?s?/s|\blr\b|samples|elapsed)"
+    rb"|'loss': [\d.]+.*'epoch':"
+)
+_RANK_LINE: Final = re.compile(rb"(?i)^.{0,60}\brank[ =:#]?\s?\d+\b", re.MULTILINE)
+_SMALL_LOG: Final = 1 << 20
+"""Text with the name of a log is read up to this size even where its ends say nothing."""
+
+
+def _is_log(
+    url: str, head: bytes, packed: str | None, size: int | None, name: str, stamp: Stamp | None
+) -> bool:
+    """Is a text with the name of a log one of a job: by its beginning and its end."""
+    if _LOG_NAME.search(name) is None or not _is_text(head):
+        return False
+    if (size or 0) <= _SMALL_LOG and not packed:
+        return True  # its reader says if it tells anything
+    more, _ = read_head(url, _MORE, stamp)
+    if packed is None:
+        more += b"\n" + read_tail(url, _MORE, stamp)
+    return any(pattern.search(more) is not None for pattern in (_LOG_LINE, _STEP_LINE, _RANK_LINE))
+
+
+def _is_text(head: bytes) -> bool:
+    """Mostly printable; in UTF-16 too, by its mark."""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return True
+    odd = sum(1 for byte in head if byte < 32 and byte not in b"\t\n\r\x1b\f\b")
+    return odd * 50 <= len(head)
 
 
 def _json_start(head: bytes) -> bytes:

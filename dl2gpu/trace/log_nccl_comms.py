@@ -1,0 +1,550 @@
+"""Who is who in NCCL's logs: processes, their ranks, and communicators over all of them.
+
+A line names a communicator by a pointer of its own process, which is used again after a destroy.
+Its *instances* (process, pointer, generation) are joined over the processes by the id that Init
+lines print; a split by its parent's identity, count and color; else by size, member and order,
+which may be wrong where several communicators of one size exist, and is then said.
+
+Source: FORMATS.md section 5.3, LOG_LINES.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from dl2gpu.trace.log_nccl_lines import Parsed
+
+__all__ = ["Communicators", "resolve"]
+
+_DEPTH: Final = 8
+"""Splits of splits of ... that are followed."""
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """Instances, agents and communicators of a job.
+
+    Attributes:
+        calls: the calls of :class:`Parsed` with ``pos`` Int64 (order over all files), ``agent`` and
+            ``inst``; those of an unknown process are left out.
+        instances: ``inst``, ``agent``, ``member`` (rank in it, null: unknown), ``nranks``, ``key``
+            (row of ``comms``), ``named`` (an Init line was seen), ``made`` (Init COMPLETE seen),
+            ``begun`` (Init START seen), ``destroyed``, ``aborted``, ``pos`` of its first line.
+        agents: one row a rank of the job: ``agent``, ``host``, ``pid``, ``device``, ``file`` (of
+            its first line), ``rank`` (null: unknown).
+        comms: ``key``, ``nranks``, ``id`` String, ``ranks`` (global, by member; empty: unknown),
+            ``guessed`` (joined without an id, where another reading exists or members are missing).
+        lost: calls of which only a part is left or whose process is unknown: ``file``, ``pos``,
+            ``agent`` (null: any that writes to the file).
+        world: number of ranks of the job; None: not known.
+        ranks_from: how ranks were found: "launcher", "communicator", "file" or "order".
+    """
+
+    calls: pl.DataFrame
+    instances: pl.DataFrame
+    agents: pl.DataFrame
+    comms: pl.DataFrame
+    lost: pl.DataFrame
+    world: int | None
+    ranks_from: str
+
+
+_POS: Final = (pl.col("file").cast(pl.Int64) * (1 << 47) + pl.col("at")).alias("pos")
+
+
+def resolve(
+    p: Parsed,
+    file_rank: Sequence[int | None] = (),
+    world: Mapping[tuple[str, int], int] | None = None,
+) -> Communicators:
+    """Ranks and communicators of the calls of one job.
+
+    Args:
+        p: what its lines say.
+        file_rank: for each file the one rank that wrote it, where that is known.
+        world: (host, process id) to global rank, where other lines say it.
+    """
+    calls, comm_lines = p.calls.with_columns(_POS), p.comms.with_columns(_POS)
+    calls, ownerless = _owners(calls, comm_lines)
+    calls = _without_copies(calls)
+    lines = _generations(comm_lines)
+    instances, calls = _instances(lines, calls)
+    agents, instances = _agents(instances, calls, lines)
+    calls = calls.join(instances.select("inst", "agent"), on="inst", maintain_order="left")
+    order = agents.sort(
+        pl.col("host").str.len_bytes(), "host", "device", "pid", "agent", nulls_last=True
+    ).select("agent", place=pl.int_range(pl.len(), dtype=pl.Int64))
+    keyed = _identify(instances, order)
+    ranks, size, how = _ranks(agents, keyed, order, file_rank, world or {})
+    agents = agents.join(ranks, on="agent", how="left", maintain_order="left")
+    known = agents.filter(pl.col("rank").is_not_null())
+    if how != "order" and known.height:
+        # now that ranks are known, communicators without an id are told apart by them
+        rest = order.join(known.select("agent", "rank"), on="agent", how="left").with_columns(
+            place=pl.coalesce("rank", pl.col("place") + (1 << 32))
+        )
+        keyed = _identify(instances, rest.select("agent", "place"))
+    keyed = keyed.join(agents.select("agent", "rank"), on="agent", how="left")
+    comms, keyed = _communicators(keyed, size)
+    return Communicators(
+        calls=calls.sort("pos"),
+        instances=keyed.sort("inst"),
+        agents=agents.sort("agent"),
+        comms=comms,
+        lost=_lost(p.torn, ownerless, keyed, agents),
+        world=size,
+        ranks_from=how,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Processes and instances
+
+_PROCESS: Final = ["host", "pid"]
+
+
+def _owners(calls: pl.DataFrame, lines: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Calls with a process; where the line lost its prefix, by the pointer if it is only one's."""
+    bare = calls.filter(pl.col("host").is_null())
+    if bare.is_empty():
+        return calls, bare
+    calls = calls.filter(pl.col("host").is_not_null())
+    seen = pl.concat([frame.select("file", "comm", *_PROCESS) for frame in (calls, lines)])
+    only = (
+        seen.unique()
+        .filter(pl.len().over("file", "comm") == 1)
+        .join(
+            calls.group_by(*_PROCESS).agg(pl.col("tid").mode().sort().first()),
+            on=_PROCESS, how="left",
+        )
+    )  # fmt: skip
+    found = bare.drop("host", "pid", "tid").join(
+        only, on=["file", "comm"], how="left", maintain_order="left"
+    )
+    owned = found.filter(pl.col("host").is_not_null()).select(calls.columns)
+    return pl.concat([calls, owned]).sort("pos"), found.filter(pl.col("host").is_null())
+
+
+def _without_copies(calls: pl.DataFrame) -> pl.DataFrame:
+    """Calls of a process that stand in two files (a log and a copy of it) are taken once."""
+    several = (
+        calls.group_by(*_PROCESS).agg(n=pl.col("file").n_unique()).filter(pl.col("n") > 1)
+    )  # fmt: skip
+    if several.is_empty():
+        return calls
+    what = [*_PROCESS, "tid", "op", "op_count", "count", "root", "comm", "stream", "send"]
+    doubtful = calls.join(several, on=_PROCESS, how="semi").sort("pos")
+    doubtful = doubtful.with_columns(copy=pl.int_range(pl.len()).over("file", *what))
+    doubtful = doubtful.unique([*what, "copy"], keep="first", maintain_order=True).drop("copy")
+    return pl.concat([calls.join(several, on=_PROCESS, how="anti"), doubtful]).sort("pos")
+
+
+def _generations(lines: pl.DataFrame) -> pl.DataFrame:
+    """Communicator lines with ``gen``: how often the pointer was taken into use up to there."""
+    lines = lines.filter(pl.col("host").is_not_null()).sort(*_PROCESS, "comm", "pos")
+    key = [*_PROCESS, "comm"]
+    event, before = pl.col("event"), pl.col("event").shift(1).over(key)
+    other = (
+        (pl.col("comm_id") != pl.col("comm_id").shift(1).over(key))
+        | (pl.col("nranks") != pl.col("nranks").shift(1).over(key))
+    ).fill_null(False)
+    fresh = (
+        before.is_null()
+        | ((event == "start") & (before != "info"))
+        | (~event.is_in(["destroy", "abort"]) & (before.is_in(["destroy", "abort"]) | other))
+        | ((event == "complete") & (before == "complete"))
+    )
+    return lines.with_columns(gen=fresh.cast(pl.Int64).cum_sum().over(key))
+
+
+def _instances(lines: pl.DataFrame, calls: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Instances of communicators, and the calls with theirs."""
+    key = [*_PROCESS, "comm", "gen"]
+    event = pl.col("event")
+    made = lines.group_by(key).agg(
+        pl.col("member", "nranks", "device", "comm_id", "parent", "split", "color")
+        .drop_nulls()
+        .first(),
+        pl.col("pos").min(),
+        pl.col("file").first(),
+        named=~event.is_in(["destroy", "abort"]).all(),
+        begun=(event == "start").any(),
+        made=(event == "complete").any(),
+        destroyed=(event == "destroy").any(),
+        aborted=(event == "abort").any(),
+    )
+    starts = made.select(*key, "pos", size="nranks").sort("pos")
+    calls = calls.sort("pos").join_asof(
+        starts, on="pos", by=[*_PROCESS, "comm"], check_sortedness=False
+    )
+    # a pointer of another size is another communicator, of which the first line is lost
+    fits = (pl.col("size") == pl.col("nranks")).fill_null(False)
+    calls = calls.with_columns(
+        gen=pl.when(fits).then("gen").otherwise(-pl.col("nranks").fill_null(0) - 1)
+    ).drop("size")
+    lost = (
+        calls.filter(pl.col("gen") < 0)
+        .group_by(key)
+        .agg(
+            pl.col("global_rank").drop_nulls().first().alias("member"),
+            pl.col("nranks", "file").first(),
+            pl.col("pos").min(),
+        )
+        .with_columns(
+            pl.lit(value=False).alias(c) for c in ("named", "begun", "made", "destroyed", "aborted")
+        )
+    )  # fmt: skip
+    both = pl.concat([made, lost], how="diagonal_relaxed").filter(pl.col("nranks").is_not_null())
+    both = both.sort("pos", *_PROCESS, "comm").with_row_index("inst").cast({"inst": pl.Int64})
+    # a destroy line alone, of an instance that calls know by its size, is that instance's
+    calls = calls.join(both.select(*key, "inst"), on=key, how="inner", maintain_order="left")
+    return both, calls.drop("gen")
+
+
+def _agents(
+    instances: pl.DataFrame, calls: pl.DataFrame, lines: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """One agent a process and device, as one process may drive several ranks."""
+    devices = (
+        instances.group_by(*_PROCESS)
+        .agg(n=pl.col("device").drop_nulls().n_unique(), only=pl.col("device").drop_nulls().first())
+        .with_columns(only=pl.when(pl.col("n") == 1).then("only"))
+    )
+    instances = (
+        instances.join(devices, on=_PROCESS, how="left", maintain_order="left")
+        .with_columns(device=pl.coalesce("device", "only").fill_null(-1))
+        .drop("n", "only")
+    )
+    labels = (
+        pl.concat([frame.select(*_PROCESS, "rank") for frame in (calls, lines)])
+        .filter(pl.col("rank").is_not_null())
+        .group_by(*_PROCESS, "rank")
+        .agg(seen=pl.len())
+        .sort("seen", "rank", descending=[True, False])
+        .group_by(*_PROCESS)
+        .agg(label=pl.col("rank").first())
+    )
+    agents = (
+        instances.group_by(*_PROCESS, "device")
+        .agg(pl.col("pos").min(), pl.col("file").sort_by("pos").first(),
+             files=pl.col("file").n_unique())
+        .sort("pos", *_PROCESS, "device")
+        .with_row_index("agent").cast({"agent": pl.Int64})
+        .join(labels, on=_PROCESS, how="left", maintain_order="left")
+    )  # fmt: skip
+    instances = instances.join(
+        agents.select(*_PROCESS, "device", "agent"),
+        on=[*_PROCESS, "device"], how="left", maintain_order="left",
+    )  # fmt: skip
+    return agents.drop("pos"), instances
+
+
+# --------------------------------------------------------------------------------------------------
+# Identity over processes
+
+
+def _identify(instances: pl.DataFrame, order: pl.DataFrame) -> pl.DataFrame:
+    """Instances with ``name``: equal where they are of one communicator; ``sure``: by an id."""
+    n = pl.col("nranks").cast(pl.String)
+    text = instances.with_columns(
+        name=pl.when(pl.col("comm_id").is_not_null()).then(
+            pl.concat_str(
+                pl.lit("id"), pl.col("comm_id").cast(pl.String), n,
+                pl.col("color").cast(pl.String).fill_null("-"), separator=":",
+            )
+        )
+    )  # fmt: skip
+    text = _by_parent(text)
+    text = text.with_columns(sure=pl.col("name").is_not_null())
+    # the same id once more in one agent: a restart within the process, or a second log of it
+    again = pl.int_range(pl.len()).over("name", "agent", order_by="pos")
+    text = text.with_columns(
+        name=pl.when("sure").then(pl.concat_str("name", pl.lit("#"), again.cast(pl.String)))
+    )
+    text = text.join(order, on="agent", how="left", maintain_order="left")
+    rest = _by_size(text.filter(~pl.col("sure") & pl.col("member").is_not_null()))
+    # nothing but a size: of all agents, if it is as many; else of nobody else
+    blank = text.filter(~pl.col("sure") & pl.col("member").is_null()).with_columns(
+        k=pl.int_range(pl.len()).over("agent", "nranks", order_by="pos")
+    )
+    all_of = pl.col("agent").n_unique().over("nranks", "k") == pl.col("nranks")
+    whole = all_of & (order.height == pl.col("nranks"))
+    blank = blank.with_columns(
+        name=pl.when(whole)
+        .then(pl.concat_str(pl.lit(_COUNTED), n, pl.col("k").cast(pl.String), separator=":"))
+        .otherwise(pl.concat_str(pl.lit("own"), pl.col("inst").cast(pl.String), separator=":")),
+        several=~whole,
+        member=pl.when(whole).then(pl.int_range(pl.len()).over("nranks", "k", order_by="place")),
+    )
+    keep = [*instances.columns, "name", "sure", "several"]
+    sure = text.filter("sure").with_columns(several=pl.lit(value=False))
+    return pl.concat([frame.select(keep) for frame in (sure, rest, blank)], how="vertical_relaxed")
+
+
+_COUNTED: Final = "all"
+"""Beginning of the names of communicators that are nothing but as large as the job."""
+
+
+def _by_size(rest: pl.DataFrame) -> pl.DataFrame:
+    """Adds ``name`` and ``several`` (another reading exists), by size, member and order.
+
+    Creating a communicator keeps its members together, so each agent's first one that is left is
+    of a communicator with others' first ones. Where several agents have the same place in it, the
+    agents' own order decides.
+    """
+    named: list[pl.DataFrame] = []
+    budget = _MOST_ROUNDS
+    for _, part in sorted(rest.group_by("nranks"), key=lambda g: g[0]):
+        part = part.sort("place", "pos")
+        agent = part["place"].rle_id().to_numpy().astype(np.int64)
+        member = part["member"].to_numpy()
+        group, several = _rounds(agent, member, int(part["nranks"][0]), budget)
+        budget = max(0, budget - int(group.max(initial=-1)) - 1)
+        named.append(
+            part.with_columns(
+                group=pl.Series(group), several=pl.Series(several)
+            )
+        )  # fmt: skip
+    if not named:
+        return rest.with_columns(name=pl.lit(None, pl.String), several=pl.lit(value=False))
+    done = pl.concat(named)
+    # what is left has members without a line: the k-th of each agent in its place
+    k = pl.int_range(pl.len()).over("agent", "nranks", "member", order_by="pos")
+    left = pl.col("group") < 0
+    done = done.with_columns(k=pl.when(left).then(k)).with_columns(
+        j=pl.when(left).then(
+            pl.int_range(pl.len()).over("nranks", "member", "k", order_by="place")
+        )
+    )  # fmt: skip
+    size = pl.col("nranks").cast(pl.String)
+    return done.with_columns(
+        name=pl.when(left)
+        .then(pl.format("rest:{}:{}:{}", size, pl.col("k"), pl.col("j")))
+        .otherwise(pl.format("size:{}:{}", size, pl.col("group"))),
+        several=pl.when(left).then(pl.col("j").max().over("nranks", "k") > 0).otherwise("several"),
+    ).drop("group", "k", "j")
+
+
+_MOST_ROUNDS: Final = 10_000
+"""Communicators without an id that are told apart by the order of their creation."""
+
+
+def _rounds(
+    agent: npt.NDArray[np.int64], member: npt.NDArray[np.int64], size: int, budget: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Number of the communicator of each instance (-1: none), and whether another one was open.
+
+    ``agent`` rises from 0; each agent's instances lie in the order of their creation.
+    """
+    group = np.full(len(agent), -1, np.int64)
+    several = np.zeros(len(agent), np.bool_)
+    first = np.flatnonzero(np.diff(agent, prepend=-1))
+    end = np.append(first[1:], len(agent))
+    made = 0
+    while made < budget:
+        open_ = first < end
+        heads = first[open_]
+        if len(heads) < size:
+            break
+        seen = np.bincount(member[heads], minlength=size)
+        ready = int(seen.min())
+        if not ready:
+            break
+        order = np.argsort(member[heads], kind="stable")
+        nth = np.arange(len(heads)) - np.repeat(np.cumsum(seen) - seen, seen)
+        chosen = nth < ready
+        rows = heads[order[chosen]]
+        group[rows] = made + nth[chosen]
+        several[rows] = seen.max() > 1
+        first[np.flatnonzero(open_)[order[chosen]]] += 1
+        made += ready
+    return group, several
+
+
+def _by_parent(text: pl.DataFrame) -> pl.DataFrame:
+    """Names of splits, from the identity of what they were split from, count and color."""
+    children = text.filter(pl.col("name").is_null() & pl.col("parent").is_not_null())
+    if children.is_empty():
+        return text
+    parents = (
+        children.select("inst", *_PROCESS, "pos", comm="parent").sort("pos")
+        .join_asof(
+            text.select(*_PROCESS, "comm", "pos", of="inst").sort("pos"),
+            on="pos", by=[*_PROCESS, "comm"], allow_exact_matches=False, check_sortedness=False,
+        )
+        .select("inst", "of")
+    )  # fmt: skip
+    # without a number: the how manieth of its parent
+    nth = pl.int_range(pl.len()).over("agent", "of", order_by="pos")
+    children = children.select("inst", "agent", "pos", "split", "color", "nranks").join(
+        parents, on="inst"
+    )
+    children = children.with_columns(split=pl.coalesce("split", -1 - nth))
+    for _ in range(_DEPTH):
+        named = text.filter(pl.col("name").is_not_null()).select("name", of="inst")
+        found = children.join(named, on="of").select(
+            "inst",
+            child=pl.concat_str(
+                pl.col("name").str.tail(200), pl.lit("/"),
+                *(
+                    pl.col(c).cast(pl.String).fill_null("-") + "."
+                    for c in ("split", "color", "nranks")
+                ),
+            ),
+        )  # fmt: skip
+        found = found.join(
+            text.filter(pl.col("name").is_null()).select("inst"), on="inst", how="semi"
+        )
+        if found.is_empty():
+            break
+        text = (
+            text.join(found, on="inst", how="left", maintain_order="left")
+            .with_columns(name=pl.coalesce("name", "child"))
+            .drop("child")
+        )
+    return text
+
+
+# --------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def _ranks(
+    agents: pl.DataFrame, keyed: pl.DataFrame, order: pl.DataFrame,
+    file_rank: Sequence[int | None], world: Mapping[tuple[str, int], int],
+) -> tuple[pl.DataFrame, int | None, str]:  # fmt: skip
+    """(agent, rank), the number of ranks of the job, and where the ranks come from."""
+    largest = keyed["nranks"].max()
+    size = int(largest) if isinstance(largest, int) else None
+    told = agents.select(
+        "agent",
+        rank=pl.coalesce(_told(agents, world), pl.col("label").cast(pl.Int64)),
+    )
+    if told["rank"].null_count() == 0 and told["rank"].is_unique().all():
+        top = int(told["rank"].max()) + 1  # type: ignore[arg-type]
+        return told, max(top, size or 0), "launcher"
+    first = (
+        keyed.filter((pl.col("nranks") == size) & pl.col("member").is_not_null())
+        # where members were counted, the places are of no communicator's making
+        .filter(~pl.col("name").str.starts_with(_COUNTED))
+        .group_by("name")
+        .agg(
+            pl.col("pos").min(),
+            agents=pl.col("agent").n_unique(),
+            members=pl.col("member").n_unique(),
+        )
+        .filter(pl.col("agents") == pl.col("members"))
+        .sort("agents", "pos", "name", descending=[True, False, False])
+    )  # fmt: skip
+    if first.height and size is not None and size >= agents.height:
+        members = keyed.filter(pl.col("name") == first["name"][0]).select(
+            "agent", rank=pl.col("member")
+        )
+        # those of which no Init line is there have the rank that other lines say, if it is free
+        rest = told.join(members, on="agent", how="anti").filter(
+            pl.col("rank").is_not_null() & (pl.col("rank") < size)
+        )
+        rest = rest.join(members, on="rank", how="anti").unique("rank", keep="none")
+        return pl.concat([members, rest.select(members.columns)]), size, "communicator"
+    files = pl.DataFrame(
+        {"file": range(len(file_rank)), "named": list(file_rank)},
+        schema={"file": pl.Int32, "named": pl.Int64},
+    )
+    named = (
+        agents.filter(pl.len().over("file") == 1)
+        .join(files, on="file", how="inner")
+        .select("agent", rank="named")
+    )
+    whole = named.height == agents.height and named["rank"].null_count() == 0
+    if whole and named["rank"].is_unique().all():
+        top = int(named["rank"].max()) + 1  # type: ignore[arg-type]
+        return named, max(top, size or 0), "file"
+    counted = order.select("agent", rank="place")
+    return counted, max(size or 0, counted.height) or None, "order"
+
+
+def _told(agents: pl.DataFrame, world: Mapping[tuple[str, int], int]) -> pl.Series:
+    known = pl.DataFrame(
+        [(host, pid, rank) for (host, pid), rank in world.items()],
+        schema={"host": pl.String, "pid": pl.Int64, "rank": pl.Int64}, orient="row",
+    )  # fmt: skip
+    return agents.join(known, on=_PROCESS, how="left", maintain_order="left")["rank"]
+
+
+def _communicators(keyed: pl.DataFrame, world: int | None) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Communicators with their members, and the instances with theirs."""
+    comms = (
+        keyed.group_by("name")
+        .agg(
+            pl.col("nranks").first(),
+            pl.col("pos").min(),
+            pl.col("rank").sort_by("member"),
+            pl.col("member").sort(),
+            pl.col("several").any(),
+            spread=(pl.col("rank") - pl.col("member")).n_unique(),
+        )
+        .sort("pos", "name")
+        .with_row_index("key")
+        .cast({"key": pl.Int64})
+    )
+    place = pl.col("member")
+    clean = (
+        (place.list.n_unique() == place.list.len())
+        & (pl.col("rank").list.n_unique() == pl.col("rank").list.len())
+        & (pl.col("rank").list.drop_nulls().list.len() == pl.col("rank").list.len())
+        & (place.list.drop_nulls().list.len() == place.list.len())
+    )
+    full = clean & (place.list.len() == pl.col("nranks"))
+    # some members left no line: of the whole job's communicator they are known all the same
+    job = (
+        clean & (pl.col("nranks") == world) & (pl.col("spread") == 1)
+        & (pl.col("rank").list.first() == place.list.first())
+    ).fill_null(False)  # fmt: skip
+    comms = comms.with_columns(
+        ranks=pl.when(full)
+        .then(pl.col("rank"))
+        .when(job)
+        .then(pl.int_ranges(0, "nranks"))
+        .otherwise(pl.lit([], pl.List(pl.Int64)))
+        .cast(pl.List(pl.Int32)),
+        guessed=pl.col("several") | ~clean | ~(full | job),
+        id=pl.concat_str(pl.lit("comm "), pl.col("key").cast(pl.String)),
+    )
+    instances = keyed.join(
+        comms.select("name", "key"), on="name", how="left", maintain_order="left"
+    )
+    return comms.select("key", "nranks", "id", "ranks", "guessed"), instances
+
+
+def _lost(
+    torn: pl.DataFrame, ownerless: pl.DataFrame, keyed: pl.DataFrame, agents: pl.DataFrame
+) -> pl.DataFrame:
+    """See :class:`Communicators`."""
+    gone = pl.concat(
+        [
+            torn.select("file", "at", *_PROCESS, "comm"),
+            ownerless.select("file", "at", *_PROCESS, "comm"),
+        ]
+    ).with_columns(_POS)
+    if gone.is_empty():
+        return pl.DataFrame(schema={"file": pl.Int32, "pos": pl.Int64, "agent": pl.Int64})
+    of_process = (
+        agents.group_by(*_PROCESS)
+        .agg(by=pl.col("agent").first(), n=pl.len())
+        .filter(pl.col("n") == 1)
+    )
+    of_pointer = (
+        keyed.select("file", "comm", "agent").unique().filter(pl.len().over("file", "comm") == 1)
+    )
+    return (
+        gone.join(of_process, on=_PROCESS, how="left")
+        .join(of_pointer, on=["file", "comm"], how="left")
+        .select("file", "pos", agent=pl.coalesce("by", "agent"))
+        .sort("pos")
+    )
