@@ -36,7 +36,7 @@ FULL: Final = 5
 """1: ``out`` is full, call again."""
 SLOTS: Final = 6
 
-LARGEST_NODE: Final = 64 << 20
+LARGEST_NODE: Final = 16 << 20
 _NODE: Final = 3
 _DEEPEST: Final = 200
 _QUOTE: Final = 34

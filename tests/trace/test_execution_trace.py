@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dl2gpu.scan import scan
+from dl2gpu.trace.convert import convert
 from dl2gpu.trace.execution_trace import read
 from dl2gpu.trace.inputs import Input, TraceFile
 from dl2gpu.trace.schema import ANY, EXIT, FLAG, Trace, dtype_name, op_name, validate
@@ -369,6 +370,16 @@ def test_unnumbered_windows_that_differ_are_not_compared(tmp_path: Path) -> None
     found = verdicts(tmp_path, {"et_0.json": gloo(one, two), "et_1.json": gloo(two, one)})
     assert found["verdict"] == "insufficient_evidence"
     assert found["deadlocked"] is None
+
+
+def test_a_window_stays_one_in_native_files(tmp_path: Path) -> None:
+    for name, data in job_of([STEP, STEP[:-1]]).items():
+        (tmp_path / "from").mkdir(exist_ok=True)
+        (tmp_path / "from" / name).write_bytes(data)
+    for target in ("lines", "x.parquet"):
+        convert(str(tmp_path / "from"), str(tmp_path / "to" / target))
+        report = scan([str(tmp_path / "to" / target)])
+        assert set(report.findings["kind"]) == {"insufficient_evidence"}, target
 
 
 def test_sniffed_by_content() -> None:
