@@ -442,13 +442,15 @@ def _ordinals(job: Job) -> None:
             p.columns["ordinal"][at] = np.arange(len(at)) + shift - low + 1
             p.columns["flags"][at] |= FLAG["ordinal_inferred"]
     for s in job.kept:
-        p = s.profile
-        if p is None or s.lost_before:
+        if s.profile is None:
             continue
-        # messages alone: the window may begin anywhere
-        s.lost_before = int((p.columns["ordinal"] == NULL).any() and not (
-            p.columns["ordinal"] != NULL
-        ).any())  # fmt: skip
+        columns = s.profile.columns
+        messages = columns["op"] < OP["wait"]
+        if (columns["message"][messages] == NULL).any():
+            s.lost_before = max(1, s.lost_before)
+        for mine in rows[id(s)].values():
+            if (mine & messages).any():
+                s.lost_before += max(0, int(columns["message"][mine & messages].min()) - 1)
     _gave_up(job, rows)
 
 

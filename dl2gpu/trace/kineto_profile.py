@@ -64,7 +64,8 @@ class Profile:
     Columns: ``created``, ``returned`` (host), ``thread``, ``op``, ``group_of`` (place in
     ``groups``), ``ordinal``, ``count``, ``count_out``, ``dtype``, ``root`` and ``peer`` (ranks in
     the group), ``to`` (global rank of the peer), ``tag``, ``batch``, ``state``, ``started``,
-    ``completed``, ``stream``, ``flags``, ``splits_of`` (place in ``splits``), ``request``.
+    ``completed``, ``message`` (the trace's number of a send or receive), ``stream``, ``flags``,
+    ``splits_of`` (place in ``splits``), ``request``.
     Waits: ``wait_at`` (operations issued before), ``wait_thread``, ``wait_from``, ``wait_to``,
     ``wait_for`` (request, or NULL).
     """
@@ -349,6 +350,7 @@ class _Builder:
         out["splits_of"] = self._splits_of(rows)
         p2p = op < _WAIT
         rooted = (op >= OP["broadcast"]) & (op <= OP["gather_v"])
+        out["message"] = np.where(p2p, out["ordinal"], NULL)
         out["ordinal"][p2p] = NULL
         out["root"][rooted] = self.num("rank", rows)[rooted]
         send = op == OP["send"]
@@ -768,8 +770,8 @@ class _Builder:
 
 _COLUMNS: Final[tuple[str, ...]] = (
     "created", "returned", "thread", "order", "op", "group_of", "ordinal", "count", "count_out",
-    "dtype", "root", "peer", "to", "tag", "batch", "stream", "flags", "splits_of", "started",
-    "completed", "state",
+    "dtype", "root", "peer", "to", "message", "tag", "batch", "stream", "flags", "splits_of",
+    "started", "completed", "state",
 )  # fmt: skip
 
 

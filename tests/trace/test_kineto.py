@@ -212,6 +212,14 @@ def test_members_of_a_coalesced_group_share_a_number() -> None:
     assert calls(read(r.trace()))["ordinal"].to_list() == [1, 1, 2, 2]
 
 
+def test_messages_of_a_later_window_have_lost_their_start() -> None:
+    r = Rank(0, 2)
+    r._counts["0", True] = 7
+    r.call("allreduce")
+    r.call("send", args={"Dst Rank": 1})
+    assert read(r.trace()).ranks["lost_before"].to_list() == [7]
+
+
 def test_store_traffic_and_unknown_operations() -> None:
     r = Rank(0, 2)
     r.call("broadcastUniqueNCCLID", kernel=False)
@@ -853,6 +861,41 @@ def test_a_rank_that_others_wait_for_through_everybodys_window(tmp_path: Path) -
     write_job(tmp_path, ranks, end=ranks[0].clock + 60_000_000)
     kind, dead, (finding,) = verdict(tmp_path)
     assert (kind, dead, finding["culprits"]) == ("stalled_rank", False, [1])
+
+
+def exchange(tmp_path: Path, *, batched: bool, end: float | None = None) -> Any:
+    """Two ranks send before they receive; nothing of it has a kernel yet."""
+    ranks = [Rank(r, 2) for r in range(2)]
+    for r in ranks:
+        r.call("allreduce")
+        peer = 1 - r.rank
+        r.call("send", kernel=False, args={"Dst Rank": peer})
+        if batched:
+            r.call("recv", kernel=False, args={"Src Rank": peer})
+    return verdict(write_job(tmp_path, ranks, end=end))
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_sends_that_pend_at_the_end_of_a_window_are_no_deadlock(tmp_path: Path, both: bool) -> None:
+    kind, dead, (finding,) = exchange(tmp_path, batched=both)
+    assert (kind, dead, finding["culprits"]) == ("potential", None, [])
+    assert "Ranks 0, 1 could stop" in finding["summary"]
+
+
+def test_sends_that_pended_for_long_are(tmp_path: Path) -> None:
+    kind, dead, _ = exchange(tmp_path, batched=True, end=5_100_100_000_000.0)
+    assert (kind, dead) == ("cycle", True)
+
+
+def test_two_orders_on_one_stream_are_a_deadlock(tmp_path: Path) -> None:
+    ranks = [Rank(r, 2, {"0": [0, 1], "1": [0, 1], "2": [0, 1]}) for r in range(2)]
+    for r in ranks:
+        for group in ("1", "2"):
+            r.call("allreduce", group)
+        for group in ("1", "2") if r.rank else ("2", "1"):
+            r.call("allreduce", group, kernel=False)
+    kind, dead, _ = verdict(write_job(tmp_path, ranks))
+    assert (kind, dead) == ("order_inversion", True)
 
 
 def test_few_ranks_of_many(tmp_path: Path) -> None:
