@@ -9,7 +9,7 @@ Source: FORMATS.md section 3.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
@@ -372,8 +372,3 @@ def _ranks_table(jobs: list[Job]) -> pl.DataFrame:
         for s in job.kept
     ]  # fmt: skip
     return conform(pl.DataFrame(rows, schema_overrides=RANKS), "ranks") if rows else empty("ranks")
-
-
-def streamed(parts: Iterable[bytes], block: int = BLOCK) -> Columns | str:
-    """The columns of a trace given in pieces; for tools and tests."""
-    return scan(parts, block)

@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from dl2gpu.trace import kineto_kernel as kernel
 from dl2gpu.trace.entry_columns import SECRET
-from dl2gpu.trace.inputs import InputError
 from dl2gpu.trace.kineto_kernel import FIELDS
 from dl2gpu.trace.stream import StreamCutError
 
@@ -368,8 +367,3 @@ def _salvaged(text: bytes) -> bytes | None:
         return b",".join(b'"' + k + b'":' + v for k, v in pairs.items())
 
     return b"{" + joined(own) + b',"args":{' + joined(args) + b"}}"
-
-
-def unreadable(error: InputError | OSError | EOFError) -> str:
-    """What an error says."""
-    return str(error) or type(error).__name__
