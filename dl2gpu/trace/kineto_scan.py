@@ -10,6 +10,7 @@ Source: FORMATS.md sections 3 and 9.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -95,7 +96,20 @@ def scan(pieces: Iterable[bytes], block: int = BLOCK) -> Columns | str:
         pieces: the content, in pieces of any size (:func:`stream.pieces`).
         block: bytes looked at together; no result depends on it.
     """
-    return _Scan(block).run(iter(pieces))
+    return _Scan(block).run(_utf8(iter(pieces)))
+
+
+def _utf8(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The content as UTF-8, where it is UTF-16 (a redirect of PowerShell)."""
+    first = next(pieces, b"")
+    if not first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        yield first
+        yield from pieces
+        return
+    decoder = codecs.getincrementaldecoder("utf-16")("replace")
+    yield decoder.decode(first).encode("utf-8", "replace")
+    for piece in pieces:
+        yield decoder.decode(piece).encode("utf-8", "replace")
 
 
 class _Scan:

@@ -6,7 +6,7 @@ The limits and refusals are those of :mod:`files`, which holds for all that is r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from dl2gpu.trace import files
@@ -30,29 +30,49 @@ def pieces(file: TraceFile, limits: Limits = DEFAULT) -> Iterator[bytes]:
         StreamCutError: nothing more can be decompressed.
     """
     local = files.local_path(file.url)
-    if local is None or not os.path.lexists(local):
-        # what is not a file of this machine: a store, or a name that only `files` understands
+    if local is None:
+        with files.remote_errors():
+            fs, name = files.filesystem(file.url)
+            size = int(fs.info(name).get("size") or 0)
+            remote = fs.open(name, "rb", block_size=_PIECE)
+        files._check_size(size, limits)
+        with remote:
+            yield from _content(lambda: _fetched(remote), size, limits)
+        return
+    if not os.path.lexists(local):
+        # a name that only `files` understands
         data = files.read_bytes(file, limits)
         yield data
         if (reason := files.cut_reason(data)) is not None:
             raise StreamCutError(reason)
         return
     with files.opened(local) as (fd, size):
+        files._check_size(size, limits)
+        yield from _content(lambda: os.read(fd, _PIECE), size, limits)
+
+
+def _fetched(remote: Any) -> bytes:
+    with files.remote_errors():
+        data: bytes = remote.read(_PIECE)
+        return data
+
+
+def _content(more: Callable[[], bytes], size: int, limits: Limits) -> Iterator[bytes]:
+    first = more()
+    raw = _raw(first, more, limits)
+    kind = files.compression(first[:8])
+    return raw if kind is None else _unwrapped(raw, kind, size, limits)
+
+
+def _raw(piece: bytes, more: Callable[[], bytes], limits: Limits) -> Iterator[bytes]:
+    """All pieces; what grows while it is read is held to the limit as well."""
+    size = 0
+    while piece:
+        size += len(piece)
         if size > limits.max_file_bytes:
             files._check_size(size, limits)
-        first = os.read(fd, _PIECE)
-        kind = files.compression(first[:8])
-        raw = _raw(fd, first)
-        if kind is None:
-            yield from raw
-            return
-        yield from _unwrapped(raw, kind, size, limits)
-
-
-def _raw(fd: int, piece: bytes) -> Iterator[bytes]:
-    while piece:
         yield piece
-        piece = os.read(fd, _PIECE)
+        piece = more()
 
 
 def _unwrapped(raw: Iterator[bytes], kind: str, stored: int, limits: Limits) -> Iterator[bytes]:

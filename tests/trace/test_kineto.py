@@ -18,7 +18,7 @@ from kineto_writer import BASE, Rank, dumped, write_job
 
 import dl2gpu
 from dl2gpu.trace import kineto
-from dl2gpu.trace.inputs import Input, TraceFile
+from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.kineto_align import Sequence, align
 from dl2gpu.trace.kineto_names import Kind, kernel_operation, kind_of, sizes_of, splits_of
 from dl2gpu.trace.kineto_scan import Columns, scan
@@ -460,6 +460,35 @@ def test_files_are_streamed(tmp_path: Path, packed: str) -> None:
     else:
         assert inputs[0].status == "read"
         same(trace, read(WHOLE))
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_files_of_a_store_are_streamed(pack: Callable[[bytes], bytes]) -> None:
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/kineto/rank0.json", pack(dumped(WHOLE)))
+    url = "memory://kineto/rank0.json"
+    file = TraceFile(path="job/trace_0.json", url=url, format="kineto", folder="job")
+    same(kineto.read([file])[0], read(WHOLE))
+    gone = TraceFile(path="x", url="memory://kineto/none.json", format="kineto", folder="job")
+    _, inputs = kineto.read([gone])
+    assert inputs[0].status == "quarantined"
+
+
+def test_utf_16() -> None:
+    same(read(json.dumps(WHOLE).encode("utf-16")), read(WHOLE))
+
+
+def test_a_file_above_the_limit_is_refused(tmp_path: Path) -> None:
+    from dl2gpu.trace.files import Limits
+    from dl2gpu.trace.stream import pieces
+
+    path = tmp_path / "rank0.json"
+    path.write_bytes(dumped(WHOLE))
+    file = TraceFile(path="rank0.json", url=str(path), format="kineto", folder="job")
+    with pytest.raises(InputError, match="DL2GPU_MAX_FILE_BYTES"):
+        list(pieces(file, Limits(max_file_bytes=100)))
 
 
 def test_a_bomb_is_refused(tmp_path: Path) -> None:
