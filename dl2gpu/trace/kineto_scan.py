@@ -24,6 +24,7 @@ import numpy.typing as npt
 from dl2gpu.trace import kineto_kernel as kernel
 from dl2gpu.trace.entry_columns import SECRET
 from dl2gpu.trace.kineto_kernel import FIELDS
+from dl2gpu.trace.kineto_names import Kind, kind_of
 from dl2gpu.trace.stream import StreamCutError
 
 __all__ = ["NUMBERS", "TEXTS", "Columns", "scan"]
@@ -53,8 +54,8 @@ LARGEST_EVENT: Final = 16 << 20
 """A longer event is given up (a name or a list of shapes has a few kilobytes)."""
 LARGEST_SKELETON: Final = 32 << 20
 _ROWS: Final = 4096
-MOST_EVENTS: Final = 4_000_000
-"""Events of communication kept of one file: a gigabyte of columns."""
+MOST_EVENTS: Final = 1_000_000
+"""Events of communication kept of one file: some hundred megabytes while they are joined."""
 MOST_TEXT: Final = 64 << 20
 """Bytes of the distinct strings kept of one file."""
 _LONGEST_TEXT: Final = 1 << 20
@@ -129,6 +130,7 @@ class _Scan:
         self.strings: list[str] = []
         self.text_bytes = 0
         self.kept = 0
+        self.wanted: dict[tuple[int, ...], bool] = {}
         self.recovered = 0
         self.dropped = 0
         self.too_much_text = 0
@@ -214,7 +216,6 @@ class _Scan:
             n = MOST_EVENTS - self.kept
             if n <= 0:
                 return
-        self.kept += n
         numbers: dict[str, Longs] = {}
         for name, digits in NUMBERS.items():
             out = np.empty(n, np.int64)
@@ -231,7 +232,26 @@ class _Scan:
                 for mark, row in zip(distinct.tolist(), where, strict=True)
             ]
             texts[name] = np.array(found, np.int32)[back]
+        mine = self._wanted(texts["name"], texts["cat"])
+        if mine is not None:
+            numbers = {name: values[mine] for name, values in numbers.items()}
+            texts = {name: values[mine] for name, values in texts.items()}
+        self.kept += len(numbers["ts"])
         self.parts.append((numbers, texts))
+
+    def _wanted(
+        self, names: npt.NDArray[np.int32], cats: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.bool_] | None:
+        """bool[n]: the events that are communication by name and category; None: all of them."""
+        pairs, back = np.unique(np.stack([names, cats]), axis=1, return_inverse=True)
+        wanted = []
+        for pair in map(tuple, pairs.T.tolist()):
+            known = self.wanted.get(pair)
+            if known is None:
+                name, cat = (self.strings[i] if i >= 0 else "" for i in pair)
+                known = self.wanted[pair] = kind_of(name, cat) != Kind.NOTHING
+            wanted.append(known)
+        return None if all(wanted) else np.array(wanted)[back.reshape(-1)]
 
     def _text(self, buffer: npt.NDArray[np.uint8], mark: int, start: int, end: int) -> int:
         """Number of a string; -1 where there is none."""

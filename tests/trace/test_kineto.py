@@ -691,6 +691,16 @@ def test_an_event_without_end_is_given_up_in_time(monkeypatch: pytest.MonkeyPatc
     assert found.n >= 20
 
 
+def test_so_many_events_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dl2gpu.trace import kineto_scan
+
+    monkeypatch.setattr(kineto_scan, "MOST_EVENTS", 10)
+    trace, inputs = read_all(WHOLE)
+    assert inputs[0].status == "partial"
+    assert "beyond the first 10" in str(inputs[0].reason)
+    assert 0 < calls(trace).height < 6
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_damage_makes_it_raise(data: st.DataObject) -> None:
