@@ -217,7 +217,6 @@ def _operations(s: Source, p: Profile, strings: StringTable) -> pl.DataFrame | N
     known_op = c["op"] < 1000
     flags[~known_op] |= FLAG["unknown_op"]
     streams = _streams(s, p, strings, flags)
-    splits = [None if i < 0 else p.splits[i] for i in c["splits_of"].tolist()] if p.splits else None
     frame = pl.DataFrame(
         {
             "job": np.full(n, s.job.index, np.int32), "rank": np.full(n, s.rank, np.int32),
@@ -232,8 +231,9 @@ def _operations(s: Source, p: Profile, strings: StringTable) -> pl.DataFrame | N
             "t_completed": _optional(c["completed"], None), "flags": flags,
         }
     )  # fmt: skip
-    if splits is not None:
-        frame = frame.with_columns(splits=pl.Series(splits, dtype=pl.List(pl.Int64)))
+    if p.splits:
+        table = pl.Series(p.splits, dtype=pl.List(pl.Int64))
+        frame = frame.with_columns(splits=table.gather(_optional(c["splits_of"])))
     return conform(frame, "events")
 
 

@@ -466,31 +466,34 @@ class _Builder(Events):
         named = np.flatnonzero(seq != NULL)
         if not len(named) or not len(ops["op"]):
             return out
-        # the latest operation of the group with that number, before the wait
+        # the latest operation of the group with that number (of collectives or of messages)
         names: dict[str, int] = {}
-        of_group = np.array(
-            [names.setdefault(g.name, len(names)) for g in self.groups] or [0], np.int64
-        )
-        strings = self.c.strings
+        of_group = np.array([names.setdefault(g.name, len(names)) for g in self.groups], np.int64)
         group = by_text(
-            self.text("process group name", rows[named]), strings, lambda t: names.get(t, NULL)
+            self.text("process group name", rows[named]),
+            self.c.strings,
+            lambda t: names.get(t, NULL),
         )
-        mine = ops["group_of"] >= 0
-        at = np.flatnonzero(mine & (ops["ordinal"] != NULL))
-        key = np.stack([of_group[ops["group_of"][at]], ops["ordinal"][at]])
-        order = np.lexsort((ops["created"][at], key[1], key[0]))
-        at = at[order]
-        distinct = {
-            (g, s): int(ops["request"][i])
-            for g, s, i in zip(
-                of_group[ops["group_of"][at]].tolist(), ops["ordinal"][at].tolist(), at.tolist(),
-                strict=True,
-            )
-        }  # fmt: skip
-        out["wait_for"][named] = [
-            distinct.get(pair, NULL)
-            for pair in zip(group.tolist(), seq[named].tolist(), strict=True)
-        ]
+        number = np.where(ops["ordinal"] != NULL, ops["ordinal"], ops["message"])
+        at = np.flatnonzero((ops["group_of"] >= 0) & (number != NULL))
+        if not len(at):
+            return out
+        issued, asked = ops["created"][at], self.ts[rows[named]]
+        pairs = np.concatenate(
+            [
+                np.stack([of_group[ops["group_of"][at]], number[at]]),
+                np.stack([group, seq[named]]),
+            ],
+            axis=1,
+        )
+        key = np.unique(pairs, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        times, when = np.unique(np.concatenate([issued, asked]), return_inverse=True)
+        place = key * len(times) + when
+        order = np.argsort(place[: len(at)], kind="stable")
+        last = np.searchsorted(place[: len(at)][order], place[len(at) :], side="right") - 1
+        found = order[np.maximum(last, 0)]
+        fits = (last >= 0) & (key[found] == key[len(at) :])
+        out["wait_for"][named[fits]] = ops["request"][at[found[fits]]]
         return out
 
 
