@@ -42,6 +42,8 @@ def test_every_labelled_job_has_its_verdict(name: str) -> None:
     wrong = {}
     for job in jobs:
         folder = _below_shared(job)
+        if len(list((SHARED / folder).iterdir())) < 2:
+            continue  # its label alone
         label = folder if found(report, folder).jobs else _below(report, folder)
         if failures := check(report, label, job.expect):
             wrong[folder] = failures

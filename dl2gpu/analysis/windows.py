@@ -33,7 +33,8 @@ _ABSENT: Final = (
 )
 _LONG_NS: Final = 1_000_000_000
 """Waiting for less than this, by clocks that may differ, is not waiting."""
-_CONDITION: Final = "only if the ranks issued nothing more after the end of the profile"
+_SILENT: Final = "only if the ranks issued nothing more after the end of the profile"
+_BUFFERED: Final = "only if the sends that pend at the end of the profile are not buffered"
 
 
 def within_windows(p: Program, findings: list[Finding]) -> list[Finding]:
@@ -56,10 +57,10 @@ def within_windows(p: Program, findings: list[Finding]) -> list[Finding]:
 def _weighed(p: Program, f: Finding) -> Finding:
     if "signatures" in f.details:
         return f  # operations that met, and disagree
-    if f.kind in _CIRCLES and f.evidence == "inferred":
-        # that the hosts stand in what pends was assumed, to explain their silence
+    if f.kind in _CIRCLES and not _certain(p, f):
+        condition = _SILENT if f.evidence == "inferred" else _BUFFERED
         return replace(
-            f, kind="potential", condition=_CONDITION, deadlocked=None, culprits=(),
+            f, kind="potential", condition=condition, deadlocked=None, culprits=(),
             victims=tuple(sorted({*f.culprits, *f.victims})), details=f.details | {"kind": f.kind},
         )  # fmt: skip
     late = f.kind == "stalled_rank" and f.reason != "device"  # a kernel may have gone unrecorded
@@ -72,8 +73,20 @@ def _weighed(p: Program, f: Finding) -> Finding:
     )  # fmt: skip
 
 
+def _certain(p: Program, f: Finding) -> bool:
+    """Is a circle one of the record, and not of where the record ends?
+
+    That the hosts stand in what pends is assumed where it explains their silence; and a send that
+    pends may complete before its receive, unless it has pended for long.
+    """
+    if f.evidence == "inferred":
+        return False
+    messages = {"send", "recv", "sendrecv"}
+    return not any(h["op"] in messages for h in f.hangs_at) or _waited_long(p, f)
+
+
 def _waited_long(p: Program, f: Finding) -> bool:
-    """Did the windows of those that wait and of those that are absent go on long after the call?"""
+    """Did the windows of those that wait and of those that they wait for go on long after?"""
     absent: Any = f.details.get("missing_ranks", f.culprits)
     waiting = {(h["rank"], h["seq"]) for h in f.hangs_at}
     if not absent or not waiting:

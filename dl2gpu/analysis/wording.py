@@ -36,6 +36,7 @@ def summary_of(f: Finding) -> str:
     waiting = f"{_start(others)} {'waits' if len(f.victims) == 1 else 'wait'} at {at}"
     if f.kind == "potential":
         inner = str(f.details.get("kind", "cycle")).replace("_", " ")
+        who = ranks_text(f.culprits or f.victims)
         return f"Not stuck as recorded. {_start(who)} could stop ({inner}) at {at}: {f.condition}."
     if f.kind in _CIRCLES:
         steps = [s for s in f.cycle if s["op"] != "wait"] or list(f.hangs_at)

@@ -9,7 +9,7 @@ Source: FORMATS.md section 3.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
@@ -217,7 +217,6 @@ def _operations(s: Source, p: Profile, strings: StringTable) -> pl.DataFrame | N
     known_op = c["op"] < 1000
     flags[~known_op] |= FLAG["unknown_op"]
     streams = _streams(s, p, strings, flags)
-    splits = [None if i < 0 else p.splits[i] for i in c["splits_of"].tolist()] if p.splits else None
     frame = pl.DataFrame(
         {
             "job": np.full(n, s.job.index, np.int32), "rank": np.full(n, s.rank, np.int32),
@@ -232,8 +231,9 @@ def _operations(s: Source, p: Profile, strings: StringTable) -> pl.DataFrame | N
             "t_completed": _optional(c["completed"], None), "flags": flags,
         }
     )  # fmt: skip
-    if splits is not None:
-        frame = frame.with_columns(splits=pl.Series(splits, dtype=pl.List(pl.Int64)))
+    if p.splits:
+        table = pl.Series(p.splits, dtype=pl.List(pl.Int64))
+        frame = frame.with_columns(splits=table.gather(_optional(c["splits_of"])))
     return conform(frame, "events")
 
 
@@ -372,8 +372,3 @@ def _ranks_table(jobs: list[Job]) -> pl.DataFrame:
         for s in job.kept
     ]  # fmt: skip
     return conform(pl.DataFrame(rows, schema_overrides=RANKS), "ranks") if rows else empty("ranks")
-
-
-def streamed(parts: Iterable[bytes], block: int = BLOCK) -> Columns | str:
-    """The columns of a trace given in pieces; for tools and tests."""
-    return scan(parts, block)

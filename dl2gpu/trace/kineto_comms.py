@@ -15,22 +15,18 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from dl2gpu.trace.flight_recorder_comms import Comm, MemberLists, Members
 from dl2gpu.trace.inputs import Input, Status, TraceFile
-from dl2gpu.trace.kineto_align import Sequence, align
+from dl2gpu.trace.kineto_align import align
 from dl2gpu.trace.kineto_kernel import NULL
 from dl2gpu.trace.kineto_names import members_of
+from dl2gpu.trace.kineto_ordinals import number, sequence
 from dl2gpu.trace.kineto_profile import Group, Profile
-from dl2gpu.trace.schema import FLAG, OP, STATE
 
 __all__ = ["FORMAT", "Job", "Source", "inputs", "resolve"]
 
 FORMAT: Final = "kineto"
 _MOST_RANKS: Final = 1 << 20
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +100,7 @@ def resolve(jobs: Listed[Job]) -> None:
         for comm in job.comms:
             comm.index = first
             first += 1
-        _ordinals(job)
+        number(job)
 
 
 def inputs(sources: Listed[Source]) -> list[Input]:
@@ -339,7 +335,7 @@ def _own_groups(kept: list[Source], comms: list[Comm]) -> list[Comm]:
 
 def _one_sequence(mine: list[tuple[Source, int]]) -> bool:
     """Do all profiles show one sequence of operations, so that one group explains them?"""
-    sequences = [_sequence(s, s.profile.columns["group_of"] == place) for s, place in mine
+    sequences = [sequence(s, s.profile.columns["group_of"] == place) for s, place in mine
                  if s.profile is not None]  # fmt: skip
     first = sequences[0]
     for other in sequences[1:]:
@@ -369,145 +365,3 @@ def _name(comms: list[Comm]) -> None:
 
 def _natural(name: str) -> tuple[int, int, str]:
     return (0, int(name), name) if re.fullmatch(r"[0-9]{1,18}", name) else (1, 0, name)
-
-
-# --------------------------------------------------------------------------------------------------
-# Ordinals
-
-
-def _sequence(s: Source, rows: npt.NDArray[np.bool_]) -> Sequence:
-    """The collectives among ``rows`` of a profile."""
-    p = s.profile
-    assert p is not None
-    c = p.columns
-    at = np.flatnonzero(rows & (c["op"] >= OP["all_reduce"]))
-    loose = (c["flags"][at] & FLAG["sizes_incomparable"]) != 0
-    size = np.where(loose | (c["count"][at] == NULL), 0, c["count"][at])
-    signature = (c["op"][at] * 1_000_003 + size) * 1_000_003 + np.maximum(c["dtype"][at], -1)
-    ended = np.where(c["completed"][at] == NULL, s.end, c["completed"][at])
-    done = c["state"][at] == STATE["completed"]
-    # a host operation that took long may have failed at its end
-    done &= ((c["flags"][at] & FLAG["blocking_inferred"]) == 0) | (
-        c["completed"][at] - c["started"][at] < _GAVE_UP_NS
-    )
-    return Sequence(c["op"][at], signature, done, c["created"][at], ended)
-
-
-def _comm_rows(s: Source) -> dict[int, npt.NDArray[np.bool_]]:
-    """Rows of each communicator (by its index) of a profile."""
-    assert s.profile is not None
-    group = s.profile.columns["group_of"]
-    number = np.array([c.index for c in s.comm_of] + [-1 if s.host_comm is None else
-                                                       s.host_comm.index], np.int64)  # fmt: skip
-    of = number[group]  # -1 is the last one: operations without a group
-    return {int(c): of == c for c in np.unique(of) if c >= 0}
-
-
-def _ordinals(job: Job) -> None:
-    """Numbers of the collectives: the trace's own, else by laying the profiles over each other."""
-    rows = {id(s): _comm_rows(s) for s in job.kept if s.profile is not None}
-    users: dict[int, list[Source]] = defaultdict(list)
-    for s in job.kept:
-        for c in rows.get(id(s), ()):
-            users[c].append(s)
-    for c in sorted(users):
-        mine = users[c]
-        picked = []
-        for s in mine:
-            p = s.profile
-            assert p is not None
-            at = np.flatnonzero(rows[id(s)][c] & (p.columns["op"] >= OP["all_reduce"]))
-            picked.append((s, p, at))
-        picked = [t for t in picked if len(t[2])]
-        if not picked:
-            continue
-        numbered = all((p.columns["ordinal"][at] >= 0).all() for _, p, at in picked)
-        numbered = numbered and all(_counts(p.columns["ordinal"][at]) for _, p, at in picked)
-        if numbered:
-            for s, p, at in picked:
-                s.lost_before += max(0, int(p.columns["ordinal"][at].min()) - 1)
-            continue
-        reference = picked[0][0]
-        first = _sequence(reference, rows[id(reference)][c])
-        shifts = [
-            0 if s is reference else align(first, _sequence(s, rows[id(s)][c]))
-            for s, _, _ in picked
-        ]
-        low = min((shift for shift in shifts if shift is not None), default=0)
-        for (s, p, at), shift in zip(picked, shifts, strict=True):
-            s.lost_before += 1  # a window: what came before it is not counted
-            if shift is None:
-                p.columns["ordinal"][at] = NULL
-                continue
-            p.columns["ordinal"][at] = np.arange(len(at)) + shift - low + 1
-            p.columns["flags"][at] |= FLAG["ordinal_inferred"]
-    for s in job.kept:
-        p = s.profile
-        if p is None or s.lost_before:
-            continue
-        # messages alone: the window may begin anywhere
-        s.lost_before = int((p.columns["ordinal"] == NULL).any() and not (
-            p.columns["ordinal"] != NULL
-        ).any())  # fmt: skip
-    _gave_up(job, rows)
-
-
-def _counts(ordinals: Longs) -> bool:
-    """Could one counter have given these numbers? Members of a batch share one."""
-    rising = bool((np.diff(ordinals) >= 0).all())
-    return rising or len(np.unique(ordinals)) == len(ordinals)
-
-
-_GAVE_UP_NS: Final = 1_000_000_000
-
-
-def _gave_up(job: Job, rows: dict[int, dict[int, npt.NDArray[np.bool_]]]) -> None:
-    """Operations of host backends that ended without having completed.
-
-    The span of a host operation ends as well where it fails. It cannot have completed where another
-    member issued its part after it (beyond what clocks may differ by), or where the members' last
-    operations are different ones, and all of them waited long.
-    """
-    last: dict[int, dict[int, list[tuple[Profile, int, bool]]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for s in job.kept:
-        p = s.profile
-        if p is None or not (p.columns["group_of"] < 0).any():
-            continue
-        c = p.columns
-        weak = (c["flags"] & FLAG["blocking_inferred"]) != 0
-        for comm, mine in rows[id(s)].items():
-            at = np.flatnonzero(
-                mine & weak & (c["group_of"] < 0) & (c["op"] >= OP["all_reduce"])
-                & (c["op"] < OP["broadcast"]) & (c["ordinal"] != NULL) & (c["started"] != NULL)
-            )  # fmt: skip
-            slow = at[c["completed"][at] - c["started"][at] > _GAVE_UP_NS]
-            for row in slow.tolist()[-8:]:
-                last[comm][int(c["ordinal"][row])].append((p, row, bool(row == at[-1])))
-    for comm, by_ordinal in last.items():
-        everyone: dict[int, list[tuple[Profile, int]]] = defaultdict(list)
-        for s in job.kept:
-            p = s.profile
-            if p is None or comm not in rows[id(s)]:
-                continue
-            at = np.flatnonzero(rows[id(s)][comm] & np.isin(p.columns["ordinal"], list(by_ordinal)))
-            for row in at.tolist():
-                everyone[int(p.columns["ordinal"][row])].append((p, row))
-        for ordinal, slow_ones in by_ordinal.items():
-            parts = everyone[ordinal]
-            issued = max(int(p.columns["created"][row]) for p, row in parts)
-            ops = {int(p.columns["op"][row]) for p, row in parts}
-            all_long = len(slow_ones) == len(parts) and all(end for _, _, end in slow_ones)
-            early = [
-                (p, row) for p, row, _ in slow_ones
-                if int(p.columns["completed"][row]) + _GAVE_UP_NS < issued
-            ]  # fmt: skip
-            if not early and not (len(ops) > 1 and all_long):
-                continue
-            # nobody has completed it, then; those who waited for it to the end stand in it
-            waited = {(id(p), row) for p, row in early} or {(id(p), r) for p, r, _ in slow_ones}
-            for p, row in parts:
-                p.columns["state"][row] = STATE["started"]
-                p.columns["completed"][row] = NULL
-                p.blocked[row] = (id(p), row) in waited

@@ -10,19 +10,18 @@ Source: FORMATS.md 3.3 to 3.6.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from dl2gpu.trace.kineto_device import device_times
+from dl2gpu.trace.kineto_events import Events, by_text
 from dl2gpu.trace.kineto_kernel import NULL
 from dl2gpu.trace.kineto_names import (
     Kind,
     arguments,
-    kernel_operation,
-    kind_of,
     operation_of,
     sizes_of,
     splits_of,
@@ -64,7 +63,8 @@ class Profile:
     Columns: ``created``, ``returned`` (host), ``thread``, ``op``, ``group_of`` (place in
     ``groups``), ``ordinal``, ``count``, ``count_out``, ``dtype``, ``root`` and ``peer`` (ranks in
     the group), ``to`` (global rank of the peer), ``tag``, ``batch``, ``state``, ``started``,
-    ``completed``, ``stream``, ``flags``, ``splits_of`` (place in ``splits``), ``request``.
+    ``completed``, ``message`` (the trace's number of a send or receive), ``stream``, ``flags``,
+    ``splits_of`` (place in ``splits``), ``request``.
     Waits: ``wait_at`` (operations issued before), ``wait_thread``, ``wait_from``, ``wait_to``,
     ``wait_for`` (request, or NULL).
     """
@@ -82,8 +82,6 @@ class Profile:
     """Number of the process, which is that of its main thread."""
     blocked: Bits = field(default_factory=lambda: np.zeros(0, np.bool_))
     """Operations of the host that it stands in for sure."""
-    notes: list[str] = field(default_factory=list)
-    """What could not be recovered."""
 
     @property
     def n(self) -> int:
@@ -101,20 +99,6 @@ def profile(c: Columns, base: int, strings: StringTable) -> Profile:
     return _Builder(c, base, strings).build()
 
 
-def _by_text(ids: npt.NDArray[np.int32], strings: list[str], value: Callable[[str], int]) -> Longs:
-    """``value`` of each string, asked once for each distinct one; NULL where there is none."""
-    out = np.full(len(ids), NULL, np.int64)
-    used = np.unique(ids[ids >= 0])
-    if not len(used):
-        return out
-    table = np.full(int(used[-1]) + 1, NULL, np.int64)
-    for i in used.tolist():
-        table[i] = value(strings[i])
-    known = ids >= 0
-    out[known] = table[ids[known]]
-    return out
-
-
 def _numbered(values: Longs) -> Longs:
     """0, 1, 2, ... for the distinct values in the order of their first sight; NULL stays."""
     known = np.flatnonzero(values != NULL)
@@ -126,68 +110,28 @@ def _numbered(values: Longs) -> Longs:
     return out
 
 
-class _Builder:
-    def __init__(self, c: Columns, base: int, strings: StringTable) -> None:
-        self.c = c
-        self.strings = strings
-        self.notes: list[str] = []
-        n = c.numbers
-        self.ts = np.where(n["ts"] == NULL, NULL, np.maximum(n["ts"], -base) + base)
-        self.dur = np.maximum(np.where(n["dur"] == NULL, 0, n["dur"]), 0)
-        self.end = np.where(self.ts == NULL, NULL, self.ts + self.dur)
-        self.kind = self._kinds()
-
-    def _kinds(self) -> Longs:
-        c = self.c
-        name, cat = c.texts["name"].astype(np.int64), c.texts["cat"].astype(np.int64)
-        pairs, back = np.unique(name * (1 << 32) + (cat + 1), return_inverse=True)
-        texts = c.strings
-        kinds = np.array(
-            [
-                kind_of(texts[p >> 32], texts[(p & 0xFFFFFFFF) - 1] if p & 0xFFFFFFFF else "")
-                if p >= 0
-                else Kind.NOTHING
-                for p in pairs.tolist()
-            ],
-            np.int64,
-        )
-        out = kinds[back] if len(pairs) else np.zeros(0, np.int64)
-        # whole events only; one that a thread has begun and not ended is not written
-        whole = (_by_text(c.texts["ph"], texts, lambda t: t == "X") == 1) | (out == Kind.END)
-        out[~whole | (self.ts == NULL)] = Kind.NOTHING
-        return out
-
-    def rows(self, kind: Kind) -> Longs:
-        return np.flatnonzero(self.kind == kind)
-
-    def num(self, name: str, rows: Longs) -> Longs:
-        return self.c.numbers[name][rows]
-
-    def text(self, name: str, rows: Longs) -> npt.NDArray[np.int32]:
-        return self.c.texts[name][rows]
+class _Builder(Events):
+    groups: list[Group]
+    splits: list[list[int]]
+    parts_of: tuple[Longs, Longs]
+    """(id, record it stands in) of the records that are parts of others."""
 
     # ----------------------------------------------------------------------------------------------
 
     def build(self) -> Profile:
-        records = self._in_order(self.rows(Kind.RECORD))
-        calls = self._in_order(self.rows(Kind.CALL))
-        spans = self._in_order(self.rows(Kind.SPAN))
-        of_device = _by_text(
+        records = self.in_order(self.rows(Kind.RECORD))
+        calls = self.in_order(self.rows(Kind.CALL))
+        spans = self.in_order(self.rows(Kind.SPAN))
+        of_device = by_text(
             self.text("name", spans), self.c.strings, lambda t: t.startswith("nccl:")
         )
         if not len(records):
             records = spans[of_device == 1]  # a profile that was thinned out
-        issued = np.concatenate([records, calls])
-        seen = np.concatenate([issued, spans, self.rows(Kind.BATCH)])
-        self.low = int(self.ts[seen].min()) if len(seen) else 0
-        self.counted = bool(len(issued)) and bool(
-            (self.num("record function id", issued) > 0).all()
-        )
-        self.thread_names = np.unique(self.num("tid", np.concatenate([records, calls, spans])))
+        self.settle(np.concatenate([records, calls]), spans)
 
-        records, parts_of = self._outermost(records)
-        span_of, _ = self._inside(spans, records)  # the backend's span of each record
-        around = self._around(records, calls)  # the dispatched call around each record
+        records, parts_of = self.outermost(records)
+        span_of, _ = self.inside(spans, records)  # the backend's span of each record
+        around = self.inside(records, calls)[1]  # the dispatched call around each record
         op, is_wait = self._operations(records, span_of, around)
 
         # what has no record: operations of host backends
@@ -217,82 +161,12 @@ class _Builder:
             waits=waits,
             groups=self.groups,
             splits=self.splits,
-            window=self._window(),
+            window=self.window(),
             backend=backend,
             host_only=not self.c.device,
-            main=self._process(),
+            main=self.process(),
             blocked=np.zeros(len(merged["op"]), np.bool_),
-            notes=self.notes,
         )
-
-    def _outermost(self, records: Longs) -> tuple[Longs, tuple[Longs, Longs]]:
-        """The records that do not stand inside another one, and (id, record) of those that do.
-
-        An operation that is made of others (a barrier of an all_reduce, an all_gather of different
-        sizes of broadcasts, a first message of the creation of its communicator) is one operation.
-        """
-        if not len(records):
-            return records, (records, records)
-        rows = records[np.argsort(self._key(records), kind="stable")]
-        start, end = self.ts[rows], self.end[rows]
-        thread = np.searchsorted(self.thread_names, self.num("tid", rows)).astype(np.int64)
-        fresh = np.concatenate([[True], thread[1:] != thread[:-1]])
-        # the record that reaches furthest so far, in each thread
-        reach = thread * (1 << 48) + np.clip(end - self.low, 0, (1 << 48) - 1)
-        furthest = np.maximum.accumulate(reach)
-        holder = np.maximum.accumulate(np.where(reach == furthest, np.arange(len(rows)), 0))
-        before = np.concatenate([[0], holder[:-1]])
-        nested = ~fresh & (start > start[before]) & (end < end[before])
-        kept = np.isin(records, rows[~nested])
-        return records[kept], (self.num("external id", rows[nested]), rows[before[nested]])
-
-    def _process(self) -> int:
-        pids = self.num("pid", np.concatenate([self.rows(Kind.RECORD), self.rows(Kind.CALL)]))
-        found, count = np.unique(pids[pids != NULL], return_counts=True)
-        return int(found[np.argmax(count)]) if len(found) else NULL
-
-    def _in_order(self, rows: Longs) -> Longs:
-        return rows[np.lexsort((self.num("external id", rows), self.end[rows], self.ts[rows]))]
-
-    def _window(self) -> tuple[int, int] | None:
-        marks = np.concatenate([self.rows(Kind.WINDOW), self.rows(Kind.END)])
-        seen = marks if len(marks) else np.flatnonzero(self.kind != Kind.NOTHING)
-        if not len(seen):
-            return None
-        return int(self.ts[seen].min()), int(self.end[seen].max())
-
-    def _key(self, rows: Longs) -> Longs:
-        """(thread, place in it) as one number that sorts: by the profiler's counter, else time."""
-        number = self.num("record function id", rows)
-        when = number if self.counted else self.ts[rows] - self.low
-        thread = np.searchsorted(self.thread_names, self.num("tid", rows))
-        return thread.astype(np.int64) * (1 << 48) + np.clip(when, 0, (1 << 48) - 1)
-
-    def _inside(self, inner: Longs, outer: Longs) -> tuple[Longs, Longs]:
-        """(first of ``inner`` inside each of ``outer``, the outer of each inner); -1: none."""
-        first = np.full(len(outer), -1, np.int64)
-        owner = np.full(len(inner), -1, np.int64)
-        if not len(inner) or not len(outer):
-            return first, owner
-        key = self._key(outer)
-        order = np.argsort(key, kind="stable")
-        at = np.searchsorted(key[order], self._key(inner), side="right") - 1
-        own = order[np.maximum(at, 0)]
-        # a clock of microseconds rounds
-        fits = (
-            (at >= 0)
-            & (self.num("tid", outer[own]) == self.num("tid", inner))
-            & (self.ts[inner] <= self.end[outer[own]])
-            & (self.end[inner] <= self.end[outer[own]] + 2000)
-        )
-        owner[fits] = own[fits]
-        rows = np.flatnonzero(fits)[::-1]
-        first[owner[rows]] = rows
-        return first, owner
-
-    def _around(self, inner: Longs, outer: Longs) -> Longs:
-        """The outer event that each of ``inner`` stands in, -1: none."""
-        return self._inside(inner, outer)[1]
 
     def _op_codes(self, ids: npt.NDArray[np.int32]) -> Longs:
         def code(text: str) -> int:
@@ -301,12 +175,12 @@ class _Builder:
             found = operation_of(text)
             return op_code(found.op, self.strings) if found.recorded else _DROPPED
 
-        return _by_text(ids, self.c.strings, code)
+        return by_text(ids, self.c.strings, code)
 
     def _operations(self, records: Longs, span_of: Longs, around: Longs) -> tuple[Longs, Bits]:
         """Operation of each record: by its metadata, else its span, else the call around it."""
-        spans = self._in_order(self.rows(Kind.SPAN))
-        calls = self._in_order(self.rows(Kind.CALL))
+        spans = self.in_order(self.rows(Kind.SPAN))
+        calls = self.in_order(self.rows(Kind.CALL))
         op = self._op_codes(self.text("collective name", records))
         # a call makes one operation; what else is recorded inside it waits for that
         again = np.ones(len(records), np.bool_)
@@ -320,11 +194,6 @@ class _Builder:
         return op, op == _WAIT
 
     # ----------------------------------------------------------------------------------------------
-
-    groups: list[Group]
-    splits: list[list[int]]
-    parts_of: tuple[Longs, Longs]
-    """(id, record it stands in) of the records that are parts of others."""
 
     def _device_operations(
         self, records: Longs, op: Longs, is_wait: Bits, span_of: Longs, spans: Longs,
@@ -349,6 +218,7 @@ class _Builder:
         out["splits_of"] = self._splits_of(rows)
         p2p = op < _WAIT
         rooted = (op >= OP["broadcast"]) & (op <= OP["gather_v"])
+        out["message"] = np.where(p2p, out["ordinal"], NULL)
         out["ordinal"][p2p] = NULL
         out["root"][rooted] = self.num("rank", rows)[rooted]
         send = op == OP["send"]
@@ -360,7 +230,7 @@ class _Builder:
         )
         self._old_sizes(out, span_of, spans)
         self._peers(out, around, calls, p2p, span_of, spans)
-        uneven = _by_text(
+        uneven = by_text(
             self.text("collective name", rows), c.strings, lambda t: "allv" in t.lower()
         )
         alltoallv = out["op"] == OP["all_to_all_v"]
@@ -377,7 +247,8 @@ class _Builder:
         same = (out["count_out"] == out["count"]) | nothing | p2p | (out["count_out"] < 0)
         out["count_out"][same | (out["count_out"] > 1 << 62)] = NULL
         self._batches(out, rows)
-        self._kernels(out, rows, span_of, spans)
+        alone = np.array([g.size == 1 for g in self.groups], np.bool_)[out["group_of"]]
+        device_times(self, out, rows, span_of, spans, self.parts_of, alone)
         return out
 
     def _groups_of(self, rows: Longs) -> Longs:
@@ -415,7 +286,7 @@ class _Builder:
             known = text.strip().lower() not in {"", "undefined", "nullptr (uninitialized)"}
             return dtype_code(text, self.strings) if known else NULL
 
-        return _by_text(ids, self.c.strings, code)
+        return by_text(ids, self.c.strings, code)
 
     def _splits_of(self, rows: Longs) -> Longs:
         def place(text: str) -> int:
@@ -425,7 +296,7 @@ class _Builder:
             self.splits.append(found)
             return len(self.splits) - 1
 
-        return _by_text(self.text("in split size", rows), self.c.strings, place)
+        return by_text(self.text("in split size", rows), self.c.strings, place)
 
     def _old_sizes(self, out: dict[str, Longs], place: Longs, spans: Longs) -> None:
         """Sizes from the shapes of the backend's span, where there is no metadata."""
@@ -481,10 +352,10 @@ class _Builder:
                 found = operation_of(text).peer
                 return NULL if found is None else found
 
-            out["peer"][told] = _by_text(names, self.c.strings, peer_of)
+            out["peer"][told] = by_text(names, self.c.strings, peer_of)
 
     def _arguments(self, events: Longs, position: int) -> Longs:
-        return _by_text(
+        return by_text(
             self.text("concrete inputs", events),
             self.c.strings,
             lambda t: arguments(t).get(position, NULL),
@@ -492,159 +363,16 @@ class _Builder:
 
     def _batches(self, out: dict[str, Longs], rows: Longs) -> None:
         """Operations inside one span ``nccl:coalesced`` are a batch."""
-        batches = self._in_order(self.rows(Kind.BATCH))
+        batches = self.in_order(self.rows(Kind.BATCH))
         if self.counted:
             batches = batches[self.num("record function id", batches) > 0]
         # the device's spans have the stream as their thread, and no operations inside
         batches = batches[np.isin(self.num("tid", batches), self.thread_names)]
-        owner = self._inside(rows, batches)[1]
+        owner = self.inside(rows, batches)[1]
         inside = owner >= 0
         out["batch"][inside] = batches[owner[inside]]
 
     # ----------------------------------------------------------------------------------------------
-
-    def _kernels(self, out: dict[str, Longs], rows: Longs, span_of: Longs, spans: Longs) -> None:
-        """Start, end, stream and state from the kernels."""
-        n = len(rows)
-        out["started"] = np.full(n, NULL, np.int64)
-        out["completed"] = np.full(n, NULL, np.int64)
-        out["state"] = np.full(n, STATE["unknown"], np.int64)
-        if not n:
-            return
-        kernels = self._in_order(self.rows(Kind.KERNEL))
-        if not self.c.device:
-            # only what the host did: a profile is written where the job went on to its end
-            out["state"][:] = STATE["completed"]
-            out["flags"] |= FLAG["state_unreliable"] | FLAG["blocking_inferred"]
-            self.notes.append("no device events: when operations ran is not known")
-            return
-        owner = self._by_id(kernels, rows, span_of, spans)
-        weak = False
-        if not (owner >= 0).any() and len(kernels):
-            owner, weak = self._by_order(kernels, out), True
-        has = owner >= 0
-        took, of = kernels[has], owner[has]
-        for name, values, better in (
-            ("started", self.ts[took], np.minimum), ("completed", self.end[took], np.maximum)
-        ):  # fmt: skip
-            start = np.iinfo(np.int64).max if better is np.minimum else NULL
-            column = np.full(n, start, np.int64)
-            better.at(column, of, values)
-            column[column == start] = NULL
-            out[name] = column
-        stream = self.num("stream", took)
-        out["stream"][of] = np.where(stream == NULL, self.num("tid", took), stream)
-        done = out["completed"] != NULL
-        if weak:
-            out["flags"][done] |= FLAG["state_unreliable"]
-        self._batch_times(out, done)
-        done = out["completed"] != NULL
-        out["state"][done] = STATE["completed"]
-        self._without_kernel(out, done)
-
-    def _by_id(self, kernels: Longs, rows: Longs, span_of: Longs, spans: Longs) -> Longs:
-        """The operation of each kernel by ``External id``: the record's, or its span's."""
-        owner = np.full(len(kernels), -1, np.int64)
-        if not len(kernels):
-            return owner
-        told = self.text("collective name", kernels) >= 0
-        ids = self.num("external id", kernels)
-        candidates = [(self.num("external id", rows), np.arange(len(rows)))]
-        inside = np.flatnonzero(span_of >= 0)
-        candidates.append((self.num("external id", spans[span_of[inside]]), inside))
-        ids_of_parts, whole = self.parts_of
-        order = np.argsort(rows, kind="stable")
-        at = np.minimum(np.searchsorted(rows[order], whole), max(len(rows) - 1, 0))
-        mine = rows[order[at]] == whole
-        candidates.append((ids_of_parts[mine], order[at[mine]]))
-        for known, place in candidates:
-            order = np.argsort(known, kind="stable")
-            at = np.searchsorted(known[order], ids)
-            at = np.minimum(at, max(len(order) - 1, 0))
-            if not len(order):
-                continue
-            hit = (known[order[at]] == ids) & (ids != NULL) & (owner < 0)
-            owner[hit] = place[order[at[hit]]]
-        # in old files a kernel's id is that of its launch: equal numbers are chance
-        late = (owner >= 0) & (self.ts[kernels] < self.ts[rows[np.maximum(owner, 0)]] - 1_000_000)
-        owner[late] = -1
-        if not told.any() and (owner >= 0).sum() < len(kernels):
-            owner[:] = -1
-        return owner
-
-    def _by_order(self, kernels: Longs, out: dict[str, Longs]) -> Longs:
-        """The k-th kernel of a kind belongs to the k-th operation of it.
-
-        Where there are fewer kernels or more (a window that cuts), each operation takes the next
-        kernel that started after it was issued.
-        """
-        owner = np.full(len(kernels), -1, np.int64)
-        kinds = {name: code for code, name in enumerate(("", "send_recv"), 1 << 20)}
-
-        def code(text: str) -> int:
-            found = kernel_operation(text) or ""
-            return kinds.get(found, OP.get(found, kinds[""]))
-
-        of_kernel = _by_text(self.text("name", kernels), self.c.strings, code)
-        op = out["op"].copy()
-        sends = (op < _WAIT) | np.isin(
-            op, [OP["all_to_all"], OP["gather"], OP["scatter"], OP["all_to_all_v"]]
-        )
-        op[sends] = kinds["send_recv"]
-        op[op == OP["barrier"]] = OP["all_reduce"]
-        order = np.argsort(out["created"], kind="stable")
-        for kind in np.unique(of_kernel).tolist():
-            of = np.flatnonzero(of_kernel == kind)
-            ops = order[op[order] == kind]
-            if len(of) == len(ops):
-                owner[of] = ops
-                continue
-            # each takes the next one that is free: a running maximum
-            at = np.searchsorted(self.ts[kernels[of]], out["created"][ops], side="left")
-            at = np.maximum.accumulate(at - np.arange(len(at))) + np.arange(len(at))
-            fits = at < len(of)
-            owner[of[at[fits]]] = ops[fits]
-        return owner
-
-    def _batch_times(self, out: dict[str, Longs], done: Bits) -> None:
-        """One kernel serves a batch: its members have its times."""
-        batch = out["batch"]
-        open_ = np.flatnonzero((batch != NULL) & ~done)
-        if not len(open_):
-            return
-        owners = np.flatnonzero((batch != NULL) & done)
-        order = owners[np.argsort(batch[owners], kind="stable")]
-        if not len(order):
-            return
-        at = np.minimum(np.searchsorted(batch[order], batch[open_]), len(order) - 1)
-        hit = batch[order[at]] == batch[open_]
-        for name in ("started", "completed", "stream"):
-            out[name][open_[hit]] = out[name][order[at[hit]]]
-
-    def _without_kernel(self, out: dict[str, Longs], done: Bits) -> None:
-        """Operations without a kernel: passed by later ones, or pending where the window ends."""
-        group, op = out["group_of"], out["op"]
-        p2p = op < _WAIT
-        place = np.argsort(out["created"], kind="stable")
-        rank = np.empty(len(place), np.int64)
-        rank[place] = np.arange(len(place))
-        key = group * 2 + p2p
-        last = np.full(int(key.max()) + 1, -1, np.int64)
-        np.maximum.at(last, key[done], rank[done])
-        passed = ~done & (rank < last[key])
-        out["state"][passed] = STATE["completed"]
-        out["flags"][passed] |= FLAG["state_unreliable"]
-        pending = ~done & ~passed
-        # a group of which the device never shows anything: copy engines, or one rank
-        never = last[key] < 0
-        many = np.bincount(key, minlength=len(last))[key] >= 3
-        alone = np.array([g.size == 1 for g in self.groups], np.bool_)[group]
-        silent = pending & ((never & many) | alone)
-        out["state"][silent] = STATE["completed"]
-        out["flags"][silent] |= FLAG["state_unreliable"]
-        out["state"][pending & ~silent] = STATE["scheduled"]
-        if silent.any() and not alone.all():
-            self.notes.append(f"{int(silent.sum())} operations have no kernel")
 
     # ----------------------------------------------------------------------------------------------
 
@@ -738,41 +466,39 @@ class _Builder:
         named = np.flatnonzero(seq != NULL)
         if not len(named) or not len(ops["op"]):
             return out
-        # the latest operation of the group with that number, before the wait
+        # the latest operation of the group with that number (of collectives or of messages)
         names: dict[str, int] = {}
-        of_group = np.array(
-            [names.setdefault(g.name, len(names)) for g in self.groups] or [0], np.int64
+        of_group = np.array([names.setdefault(g.name, len(names)) for g in self.groups], np.int64)
+        group = by_text(
+            self.text("process group name", rows[named]),
+            self.c.strings,
+            lambda t: names.get(t, NULL),
         )
-        strings = self.c.strings
-        group = _by_text(
-            self.text("process group name", rows[named]), strings, lambda t: names.get(t, NULL)
+        number = np.where(ops["ordinal"] != NULL, ops["ordinal"], ops["message"])
+        at = np.flatnonzero((ops["group_of"] >= 0) & (number != NULL))
+        if not len(at):
+            return out
+        issued, asked = ops["created"][at], self.ts[rows[named]]
+        pairs = np.concatenate(
+            [
+                np.stack([of_group[ops["group_of"][at]], number[at]]),
+                np.stack([group, seq[named]]),
+            ],
+            axis=1,
         )
-        mine = ops["group_of"] >= 0
-        at = np.flatnonzero(mine & (ops["ordinal"] != NULL))
-        key = np.stack([of_group[ops["group_of"][at]], ops["ordinal"][at]])
-        order = np.lexsort((ops["created"][at], key[1], key[0]))
-        at = at[order]
-        distinct = {
-            (g, s): int(ops["request"][i])
-            for g, s, i in zip(
-                of_group[ops["group_of"][at]].tolist(), ops["ordinal"][at].tolist(), at.tolist(),
-                strict=True,
-            )
-        }  # fmt: skip
-        out["wait_for"][named] = [
-            distinct.get(pair, NULL)
-            for pair in zip(group.tolist(), seq[named].tolist(), strict=True)
-        ]
+        key = np.unique(pairs, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        times, when = np.unique(np.concatenate([issued, asked]), return_inverse=True)
+        place = key * len(times) + when
+        order = np.argsort(place[: len(at)], kind="stable")
+        last = np.searchsorted(place[: len(at)][order], place[len(at) :], side="right") - 1
+        found = order[np.maximum(last, 0)]
+        fits = (last >= 0) & (key[found] == key[len(at) :])
+        out["wait_for"][named[fits]] = ops["request"][at[found[fits]]]
         return out
 
 
 _COLUMNS: Final[tuple[str, ...]] = (
     "created", "returned", "thread", "order", "op", "group_of", "ordinal", "count", "count_out",
-    "dtype", "root", "peer", "to", "tag", "batch", "stream", "flags", "splits_of", "started",
-    "completed", "state",
+    "dtype", "root", "peer", "to", "message", "tag", "batch", "stream", "flags", "splits_of",
+    "started", "completed", "state",
 )  # fmt: skip
-
-
-def empty_like(columns: dict[str, Any]) -> dict[str, Longs]:
-    """No operations."""
-    return {name: np.zeros(0, np.int64) for name in columns}

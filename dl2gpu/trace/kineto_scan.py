@@ -10,6 +10,7 @@ Source: FORMATS.md sections 3 and 9.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -22,8 +23,8 @@ import numpy.typing as npt
 
 from dl2gpu.trace import kineto_kernel as kernel
 from dl2gpu.trace.entry_columns import SECRET
-from dl2gpu.trace.inputs import InputError
 from dl2gpu.trace.kineto_kernel import FIELDS
+from dl2gpu.trace.kineto_names import Kind, kind_of
 from dl2gpu.trace.stream import StreamCutError
 
 __all__ = ["NUMBERS", "TEXTS", "Columns", "scan"]
@@ -53,8 +54,8 @@ LARGEST_EVENT: Final = 16 << 20
 """A longer event is given up (a name or a list of shapes has a few kilobytes)."""
 LARGEST_SKELETON: Final = 32 << 20
 _ROWS: Final = 4096
-MOST_EVENTS: Final = 4_000_000
-"""Events of communication kept of one file: a gigabyte of columns."""
+MOST_EVENTS: Final = 1_000_000
+"""Events of communication kept of one file: some hundred megabytes while they are joined."""
 MOST_TEXT: Final = 64 << 20
 """Bytes of the distinct strings kept of one file."""
 _LONGEST_TEXT: Final = 1 << 20
@@ -96,7 +97,20 @@ def scan(pieces: Iterable[bytes], block: int = BLOCK) -> Columns | str:
         pieces: the content, in pieces of any size (:func:`stream.pieces`).
         block: bytes looked at together; no result depends on it.
     """
-    return _Scan(block).run(iter(pieces))
+    return _Scan(block).run(_utf8(iter(pieces)))
+
+
+def _utf8(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The content as UTF-8, where it is UTF-16 (a redirect of PowerShell)."""
+    first = next(pieces, b"")
+    if not first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        yield first
+        yield from pieces
+        return
+    decoder = codecs.getincrementaldecoder("utf-16")("replace")
+    yield decoder.decode(first).encode("utf-8", "replace")
+    for piece in pieces:
+        yield decoder.decode(piece).encode("utf-8", "replace")
 
 
 class _Scan:
@@ -116,6 +130,7 @@ class _Scan:
         self.strings: list[str] = []
         self.text_bytes = 0
         self.kept = 0
+        self.wanted: dict[tuple[int, ...], bool] = {}
         self.recovered = 0
         self.dropped = 0
         self.too_much_text = 0
@@ -201,7 +216,6 @@ class _Scan:
             n = MOST_EVENTS - self.kept
             if n <= 0:
                 return
-        self.kept += n
         numbers: dict[str, Longs] = {}
         for name, digits in NUMBERS.items():
             out = np.empty(n, np.int64)
@@ -218,7 +232,26 @@ class _Scan:
                 for mark, row in zip(distinct.tolist(), where, strict=True)
             ]
             texts[name] = np.array(found, np.int32)[back]
+        mine = self._wanted(texts["name"], texts["cat"])
+        if mine is not None:
+            numbers = {name: values[mine] for name, values in numbers.items()}
+            texts = {name: values[mine] for name, values in texts.items()}
+        self.kept += len(numbers["ts"])
         self.parts.append((numbers, texts))
+
+    def _wanted(
+        self, names: npt.NDArray[np.int32], cats: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.bool_] | None:
+        """bool[n]: the events that are communication by name and category; None: all of them."""
+        pairs, back = np.unique(np.stack([names, cats]), axis=1, return_inverse=True)
+        wanted = []
+        for pair in map(tuple, pairs.T.tolist()):
+            known = self.wanted.get(pair)
+            if known is None:
+                name, cat = (self.strings[i] if i >= 0 else "" for i in pair)
+                known = self.wanted[pair] = kind_of(name, cat) != Kind.NOTHING
+            wanted.append(known)
+        return None if all(wanted) else np.array(wanted)[back.reshape(-1)]
 
     def _text(self, buffer: npt.NDArray[np.uint8], mark: int, start: int, end: int) -> int:
         """Number of a string; -1 where there is none."""
@@ -368,8 +401,3 @@ def _salvaged(text: bytes) -> bytes | None:
         return b",".join(b'"' + k + b'":' + v for k, v in pairs.items())
 
     return b"{" + joined(own) + b',"args":{' + joined(args) + b"}}"
-
-
-def unreadable(error: InputError | OSError | EOFError) -> str:
-    """What an error says."""
-    return str(error) or type(error).__name__

@@ -60,7 +60,10 @@ def pieces(file: TraceFile, limits: Limits = DEFAULT, size: int = _PIECE) -> Ite
             return first if len(first) == n else first + read(n - len(first))
 
         if kind is None:
+            got = 0
             while piece := again(size):
+                got += len(piece)  # what grows while it is read is held to the limit as well
+                check_size(got, limits)
                 yield piece
         else:
             yield from _unwrapped(again, kind, stored, limits, size)

@@ -18,7 +18,7 @@ from kineto_writer import BASE, Rank, dumped, write_job
 
 import dl2gpu
 from dl2gpu.trace import kineto
-from dl2gpu.trace.inputs import Input, TraceFile
+from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.kineto_align import Sequence, align
 from dl2gpu.trace.kineto_names import Kind, kernel_operation, kind_of, sizes_of, splits_of
 from dl2gpu.trace.kineto_scan import Columns, scan
@@ -210,6 +210,14 @@ def test_members_of_a_coalesced_group_share_a_number() -> None:
         r._counts["0", False] -= 1
         r.call("allreduce")
     assert calls(read(r.trace()))["ordinal"].to_list() == [1, 1, 2, 2]
+
+
+def test_messages_of_a_later_window_have_lost_their_start() -> None:
+    r = Rank(0, 2)
+    r._counts["0", True] = 7
+    r.call("allreduce")
+    r.call("send", args={"Dst Rank": 1})
+    assert read(r.trace()).ranks["lost_before"].to_list() == [7]
 
 
 def test_store_traffic_and_unknown_operations() -> None:
@@ -454,6 +462,35 @@ def test_files_are_streamed(tmp_path: Path, packed: str) -> None:
         same(trace, read(WHOLE))
 
 
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_files_of_a_store_are_streamed(pack: Callable[[bytes], bytes]) -> None:
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/kineto/rank0.json", pack(dumped(WHOLE)))
+    url = "memory://kineto/rank0.json"
+    file = TraceFile(path="job/trace_0.json", url=url, format="kineto", folder="job")
+    same(kineto.read([file])[0], read(WHOLE))
+    gone = TraceFile(path="x", url="memory://kineto/none.json", format="kineto", folder="job")
+    _, inputs = kineto.read([gone])
+    assert inputs[0].status == "quarantined"
+
+
+def test_utf_16() -> None:
+    same(read(json.dumps(WHOLE).encode("utf-16")), read(WHOLE))
+
+
+def test_a_file_above_the_limit_is_refused(tmp_path: Path) -> None:
+    from dl2gpu.trace.files import Limits
+    from dl2gpu.trace.stream import pieces
+
+    path = tmp_path / "rank0.json"
+    path.write_bytes(dumped(WHOLE))
+    file = TraceFile(path="rank0.json", url=str(path), format="kineto", folder="job")
+    with pytest.raises(InputError, match="DL2GPU_MAX_FILE_BYTES"):
+        list(pieces(file, Limits(max_file_bytes=100)))
+
+
 def test_a_bomb_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rank0.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (100 << 20)))
@@ -652,6 +689,16 @@ def test_an_event_without_end_is_given_up_in_time(monkeypatch: pytest.MonkeyPatc
     assert isinstance(found, Columns)
     assert found.damaged
     assert found.n >= 20
+
+
+def test_so_many_events_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dl2gpu.trace import kineto_scan
+
+    monkeypatch.setattr(kineto_scan, "MOST_EVENTS", 10)
+    trace, inputs = read_all(WHOLE)
+    assert inputs[0].status == "partial"
+    assert "beyond the first 10" in str(inputs[0].reason)
+    assert 0 < calls(trace).height < 6
 
 
 @settings(max_examples=150, deadline=None)
@@ -853,6 +900,41 @@ def test_a_rank_that_others_wait_for_through_everybodys_window(tmp_path: Path) -
     write_job(tmp_path, ranks, end=ranks[0].clock + 60_000_000)
     kind, dead, (finding,) = verdict(tmp_path)
     assert (kind, dead, finding["culprits"]) == ("stalled_rank", False, [1])
+
+
+def exchange(tmp_path: Path, *, batched: bool, end: float | None = None) -> Any:
+    """Two ranks send before they receive; nothing of it has a kernel yet."""
+    ranks = [Rank(r, 2) for r in range(2)]
+    for r in ranks:
+        r.call("allreduce")
+        peer = 1 - r.rank
+        r.call("send", kernel=False, args={"Dst Rank": peer})
+        if batched:
+            r.call("recv", kernel=False, args={"Src Rank": peer})
+    return verdict(write_job(tmp_path, ranks, end=end))
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_sends_that_pend_at_the_end_of_a_window_are_no_deadlock(tmp_path: Path, both: bool) -> None:
+    kind, dead, (finding,) = exchange(tmp_path, batched=both)
+    assert (kind, dead, finding["culprits"]) == ("potential", None, [])
+    assert "Ranks 0, 1 could stop" in finding["summary"]
+
+
+def test_sends_that_pended_for_long_are(tmp_path: Path) -> None:
+    kind, dead, _ = exchange(tmp_path, batched=True, end=5_100_100_000_000.0)
+    assert (kind, dead) == ("cycle", True)
+
+
+def test_two_orders_on_one_stream_are_a_deadlock(tmp_path: Path) -> None:
+    ranks = [Rank(r, 2, {"0": [0, 1], "1": [0, 1], "2": [0, 1]}) for r in range(2)]
+    for r in ranks:
+        for group in ("1", "2"):
+            r.call("allreduce", group)
+        for group in ("1", "2") if r.rank else ("2", "1"):
+            r.call("allreduce", group, kernel=False)
+    kind, dead, _ = verdict(write_job(tmp_path, ranks))
+    assert (kind, dead) == ("order_inversion", True)
 
 
 def test_few_ranks_of_many(tmp_path: Path) -> None:
