@@ -22,6 +22,7 @@ import calendar
 import datetime as dt
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -153,6 +154,7 @@ def _one_job(
     facts = _with_year(facts, found)
     ranks = _file_ranks(kept, facts)
     traces = []
+    unreadable: Counter[int] = Counter()
     for attempt, of_facts, of_calls in _attempts(facts, calls, [f.attempt for f in kept]):
         mine = [f.attempt in (None, attempt) for f in kept]
         job = LogJob(
@@ -161,9 +163,12 @@ def _one_job(
             torn=[t and m for t, m in zip(torn, mine, strict=True)],
         )  # fmt: skip
         trace = _build(of_facts, of_calls, job)
+        unreadable.update(job.unreadable)
         if trace is not None:
             traces.append(trace)
-    return traces, [_told(f, found[i], name, ranks[i], traces) for i, f in enumerate(kept)]
+    return traces, [
+        _told(f, found[i], name, ranks[i], traces, unreadable[i]) for i, f in enumerate(kept)
+    ]
 
 
 def _with_year(facts: pl.DataFrame | None, found: Sequence[FileLines]) -> pl.DataFrame | None:
@@ -197,13 +202,16 @@ def _speaking(facts: pl.DataFrame | None, calls: pl.DataFrame | None) -> set[int
 
 
 def _told(
-    file: TraceFile, found: FileLines, name: str, rank: int | None, traces: Iterable[Trace]
-) -> Input:
+    file: TraceFile, found: FileLines, name: str, rank: int | None, traces: Iterable[Trace],
+    unreadable: int,
+) -> Input:  # fmt: skip
     reasons = []
     if found.reason:
         reasons.append(found.reason)
     if found.cut_lines:
         reasons.append(f"{found.cut_lines} lines that are too long were cut")
+    if unreadable:
+        reasons.append(f"lines of {unreadable} calls are torn and cannot be read")
     events = 0
     for trace in traces:
         mine = trace.ranks.filter(pl.col("path") == file.path)["rank"]

@@ -68,6 +68,7 @@ def build(facts: pl.DataFrame, job: LogJob) -> Trace | None:
     who = resolve(p, job.file_rank, job.world)
     if job.world_size is None:
         job.world_size = who.world
+    job.unreadable = dict(who.lost.group_by("file").len().iter_rows())
     strings = StringTable()
     cut = _cut_starts(who)
     return Trace(

@@ -120,7 +120,7 @@ def _rows(pieces: pl.DataFrame, last: bool = False) -> pl.DataFrame:
     """
     text = pl.col("text")
     called = pieces["text"].str.contains(_CALL) & pieces["host"].is_not_null()
-    rest = _mended(pieces.filter(~called))
+    rest = _mended(pieces.filter(~called), pieces)
     whole = text.str.contains(_CALL) & pl.col("host").is_not_null()
     if last:
         whole |= text.str.contains(_SURE) & text.str.contains(_CALL)
@@ -223,7 +223,8 @@ def _split_glued(base: pl.DataFrame) -> pl.DataFrame:
     """
     text = pl.col("text")
     doubtful = base.select(
-        (text.str.count_matches(rf"{_LEVEL} ") > 1)
+        (text.str.count_matches(_LEVEL) > 1)
+        | (text.str.count_matches(r":\d+:\d+ \[-?\d+\] ") > 1)
         | text.str.contains(r"0x[0-9a-f]+[\w.\-]*:\d+:\d+ (?:\[-?\d+\] )?[NR]CCL ")
         | text.str.contains(rf"(?:opCount|buff|datatype|nranks|stream).*{_START}")
     ).to_series()
@@ -346,10 +347,11 @@ def _number(column: str, dtype: type[pl.DataType] = pl.Int64) -> pl.Expr:
 # Torn lines
 
 
-def _mended(pieces: pl.DataFrame) -> pl.DataFrame:
+def _mended(pieces: pl.DataFrame, every: pl.DataFrame) -> pl.DataFrame:
     """Pieces that are no calls, with torn lines whole again; ``half`` says of what is left.
 
-    It is "head" where a line has no end, and "tail" where it has no beginning.
+    It is "head" where a line has no end, and "tail" where it has no beginning. ``every``: all
+    messages, which tell whose a communicator's pointer is.
     """
     text = pl.col("text")
     begun = text.str.contains("opCount", literal=True) | text.str.contains(_BEGUN)
@@ -361,7 +363,7 @@ def _mended(pieces: pl.DataFrame) -> pl.DataFrame:
     heads, tails = (pieces.filter(pl.col("half") == name) for name in ("head", "tail"))
     if heads.is_empty() or tails.is_empty():
         return pieces
-    mended, used = _pairs(heads, tails)
+    mended, used = _pairs(heads, tails, _owners(every))
     if mended.is_empty():
         return pieces
     rest = pieces.join(used, on=["file", "at"], how="anti")
@@ -407,17 +409,35 @@ _TAIL: Final = (
 )
 
 
-def _pairs(heads: pl.DataFrame, tails: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _owners(pieces: pl.DataFrame) -> pl.DataFrame:
+    """(pointer, host, pid, several): whose pointers of communicators are, from whole messages."""
+    return (
+        pieces.lazy()
+        .filter(pl.col("host").is_not_null() & ~pl.col("more"))
+        .select("host", "pid", pointer=pl.col("text").str.extract(_POINTER))
+        .filter(pl.col("pointer").is_not_null())
+        .unique()
+        .collect()
+    )
+
+
+_POINTER: Final = r" comm (0x[0-9a-f]+) "
+
+
+def _pairs(
+    heads: pl.DataFrame, tails: pl.DataFrame, owners: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Heads joined with their tails, and (``file``, ``at``) of both.
 
-    A tail belongs to the nearest open head before it with which it makes a whole line.
+    A tail belongs to the nearest open head before it with which it makes a whole line that names
+    a communicator of the head's process.
     """
     columns = heads.columns
     place = ["file", "at"]
     done: list[pl.DataFrame] = []
     used = heads.select(place).clear()
     for _ in range(_TEAR):
-        near = _nearest(heads, tails)
+        near = _nearest(heads, tails, owners)
         if near is None:
             break
         done.append(near.with_columns(at="at_head").select(columns))
@@ -435,7 +455,7 @@ def _pairs(heads: pl.DataFrame, tails: pl.DataFrame) -> tuple[pl.DataFrame, pl.D
 _WHOLE: Final = rf"{_PREFIX} (?:{_CALL}|.*{_COMM}.*- ?(?:Init|Destroy|Abort) \w+)"
 
 
-def _nearest(heads: pl.DataFrame, tails: pl.DataFrame) -> pl.DataFrame | None:
+def _nearest(heads: pl.DataFrame, tails: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame | None:
     """Tails that make a whole line with a head before them, all with as few heads between."""
     heads = heads.sort("file", "at").with_row_index("head").cast({"head": pl.Int64})
     before = tails.sort("file", "at").join_asof(
@@ -458,7 +478,18 @@ def _nearest(heads: pl.DataFrame, tails: pl.DataFrame) -> pl.DataFrame | None:
                 text=pl.coalesce(pl.when(j.str.contains(_WHOLE)).then(j) for j in joined)
             )
             .filter(pl.col("text").is_not_null())
+            .with_columns(pointer=pl.col("text").str.extract(_POINTER))
+        )
+        own = near.join(
+            owners.select("pointer", host_head="host", pid_head="pid"),
+            on=["pointer", "host_head", "pid_head"], how="semi",
+        )  # fmt: skip
+        unknown = near.join(owners, on="pointer", how="anti")
+        near = (
+            pl.concat([own, unknown])
+            .sort("file", "at")
             .unique(["file", "at_head"], keep="first", maintain_order=True)
+            .drop("pointer")
         )
         if near.height:
             return near.with_columns(

@@ -518,3 +518,15 @@ def test_labelled_logs() -> None:
     }
     assert not failures
     assert folders
+
+
+def test_calls_that_cannot_be_read_are_reported(tmp_path: Path) -> None:
+    _, _, lines = whole_run("2.18")
+    broken = interleaved(lines.values(), random.Random(1))
+    at = next(k for k, line in enumerate(broken) if "opCount 3" in line)
+    broken[at] = broken[at][:120]
+    kind, _, found = verdict(tmp_path, broken)
+    assert (kind, found) == ("healthy", [])
+    inputs = scan([str(tmp_path)]).inputs
+    assert inputs["status"].to_list() == ["partial"]
+    assert inputs["reason"].item() == "lines of 1 calls are torn and cannot be read"
