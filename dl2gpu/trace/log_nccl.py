@@ -120,6 +120,7 @@ def _cut_starts(who: Communicators) -> pl.DataFrame:
 
 def _events(who: Communicators, cut: pl.DataFrame, strings: StringTable) -> pl.DataFrame:
     calls = who.calls.filter(~pl.col("op").is_in(_ONE_SIDED)).drop("rank")
+    calls = pl.concat([calls, _creations(who, calls)])
     rows = (
         calls.join(who.agents.select("agent", "rank"), on="agent")
         .filter(pl.col("rank").is_not_null())
@@ -167,8 +168,8 @@ def _events(who: Communicators, cut: pl.DataFrame, strings: StringTable) -> pl.D
     frame = rows.with_columns(element=width.gather(known).alias("element")).select(
         "rank", "lane", "seq", "op", "group", "count", "count_out",
         job=pl.lit(0),
-        stream="queue",
-        blocking=pl.lit(value=False),
+        stream=pl.when(kind != _CREATE).then("queue"),
+        blocking=kind == _CREATE,
         comm="key",
         peer=pl.when(p2p).then("other"),
         root=pl.when(rooted).then("other"),
@@ -183,6 +184,32 @@ def _events(who: Communicators, cut: pl.DataFrame, strings: StringTable) -> pl.D
         flags=flags,
     )  # fmt: skip
     return conform(frame, "events")
+
+
+def _creations(who: Communicators, like: pl.DataFrame) -> pl.DataFrame:
+    """Creations of communicators that some member has begun and not come to the end of.
+
+    Those that went well say nothing that the calls do not say. A thread that did something
+    afterwards has come to the end of it, whatever became of the line.
+    """
+    thread = ["agent", "tid"]
+    doings = [frame.select(*thread, "pos") for frame in (like, who.instances)]
+    last = pl.concat(doings).group_by(thread).agg(last=pl.col("pos").max())
+    found = who.instances.join(last, on=thread, how="left", nulls_equal=True).with_columns(
+        made=pl.col("made") | (pl.col("pos") < pl.col("last"))
+    )
+    stuck = pl.col("begun") & ~pl.col("made") & ~pl.col("aborted")
+    found = found.filter(stuck.any().over("key") & (pl.col("begun") | pl.col("made")))
+    return found.select(
+        pl.lit(_CREATE).alias("op") if c == "op"
+        else pl.col(c).cast(d) if c in _OF_INSTANCE
+        else pl.lit(None, d).alias(c)
+        for c, d in like.schema.items()
+    )  # fmt: skip
+
+
+_OF_INSTANCE: Final = ("file", "pos", "inst", "agent", "host", "pid", "tid", "nranks")
+_CREATE: Final = "comm_create"
 
 
 def _operations(rows: pl.DataFrame) -> pl.Series:

@@ -172,7 +172,7 @@ def _instances(lines: pl.DataFrame, calls: pl.DataFrame) -> tuple[pl.DataFrame, 
         .drop_nulls()
         .first(),
         pl.col("pos").min(),
-        pl.col("file").first(),
+        pl.col("file", "tid").first(),
         named=~event.is_in(["destroy", "abort"]).all(),
         begun=(event == "start").any(),
         made=(event == "complete").any(),

@@ -530,3 +530,31 @@ def test_calls_that_cannot_be_read_are_reported(tmp_path: Path) -> None:
     inputs = scan([str(tmp_path)]).inputs
     assert inputs["status"].to_list() == ["partial"]
     assert inputs["reason"].item() == "lines of 1 calls are torn and cannot be read"
+
+
+@pytest.mark.parametrize("version", ["2.18", "2.23", "2.30"])
+def test_communicators_that_are_created_in_other_orders_are_a_circle(
+    tmp_path: Path, version: str
+) -> None:
+    job = Job(2, version)
+    world, a, b = (job.comm([0, 1]) for _ in range(3))
+    lines = {r: [*said, job.call(world, r, "all_reduce")] for r, said in job.init(world).items()}
+    lines[0] += job.init(a)[0][:-1]
+    lines[1] += job.init(b)[1][:-1]
+    kind, stuck, found = verdict(tmp_path, lines[0], lines[1])
+    assert (kind, stuck, found[0]["culprits"]) == ("init_cycle", True, [0, 1])
+
+
+def test_a_creation_whose_end_is_not_in_the_log_is_no_finding_where_the_thread_went_on(
+    tmp_path: Path,
+) -> None:
+    _, _, lines = whole_run("2.18", end=False)
+    lines[1] = [line for line in lines[1] if "Init COMPLETE" not in line]
+    assert verdict(tmp_path, interleaved(lines.values(), random.Random(1)))[0] == "healthy"
+
+
+def test_a_rank_without_a_log_is_missed_in_a_creation(tmp_path: Path) -> None:
+    job = Job(4, "2.18")
+    said = job.init(job.comm(range(4)))
+    kind, stuck, _ = verdict(tmp_path, *(said[r][:-1] for r in (0, 1, 3)))
+    assert (kind, stuck) == ("insufficient_evidence", None)
