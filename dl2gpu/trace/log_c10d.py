@@ -45,6 +45,9 @@ SILENT: Final = frozenset(
 
 def extract(lines: pl.DataFrame) -> pl.DataFrame:
     """Facts in a frame of lines, columns of :data:`log_facts.FACTS`."""
+    # of NCCL's own lines, which may be most of a log, only those with a word of ours
+    text = pl.col("text")
+    lines = lines.filter(~text.str.contains("NCCL (?:INFO|TRACE)") | text.str.contains(WORDS))
     return pl.concat([log_c10d_lines.c10d_facts(lines), log_life.life_facts(lines)])
 
 
