@@ -57,7 +57,8 @@ def calls(size: int) -> Iterator[str]:
     for r in range(8):
         yield (
             f"gpu-a11:{3000 + r}:{3100 + r} [{r}] NCCL INFO comm 0x55d2c0a1{r:04x} rank {r} "
-            f"nranks 8 cudaDev {r} nvmlDev {r} busId {r + 7}000 commId 0x7f00deadbeef - Init COMPLETE\n"
+            f"nranks 8 cudaDev {r} nvmlDev {r} busId {r + 7}000 "
+            "commId 0x7f00deadbeef - Init COMPLETE\n"
         )
     while written < size:
         lines = "".join(

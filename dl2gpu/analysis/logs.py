@@ -383,9 +383,17 @@ def _crashed(e: Evidence) -> list[Finding]:
         Finding(
             job=e.job, kind="crashed_rank", evidence="observed", culprits=tuple(sorted(dead)),
             victims=tuple(sorted(victims)), hangs_at=_at(e, waiting.values()), reason="crashed",
-            details={"death": first["text"], **_code(first)}, deadlocked=False,
+            details={"death": _death(first), **_code(first)}, deadlocked=False,
         )
     ]  # fmt: skip
+
+
+def _death(row: dict[str, Any]) -> str:
+    """How it died, in the words of the log or the launcher's number."""
+    if row["number"] is not None and "exit" in (row["text"] or ""):
+        return f"exit code {row['number']}"
+    text = re.sub(r"^(?:\[[^\]]*\]\s*)+(?:.*with exception: )?", "", row["text"] or "")
+    return (text or row["text"] or "").strip().rstrip(".")
 
 
 def _code(row: dict[str, Any]) -> dict[str, int]:
