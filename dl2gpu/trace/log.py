@@ -438,5 +438,5 @@ def _joined(called: Trace, said: Trace) -> Trace:
         called,
         jobs=called.jobs.with_columns(world_size=pl.lit(world, pl.Int32)),
         ranks=conform(ranks, "ranks"),
-        said=unnamed,
+        said=pl.concat([unnamed, called.said]),
     )

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 import polars as pl
 
 from dl2gpu.trace.log_nccl_comms import Communicators, resolve
-from dl2gpu.trace.log_nccl_lines import WORDS, extract, parsed
+from dl2gpu.trace.log_nccl_lines import Parsed, extract, parsed
+from dl2gpu.trace.log_nccl_pieces import ROOM, WORDS
 from dl2gpu.trace.schema import (
     DTYPE_BYTES,
     EXIT,
@@ -84,6 +85,7 @@ def build(facts: pl.DataFrame, job: LogJob) -> Trace | None:
         ranks=_rank_rows(who, cut, job),
         comms=_comm_rows(who),
         strings=strings.frame(),
+        said=_warnings(p, who, job),
     )  # fmt: skip
 
 
@@ -368,6 +370,38 @@ def _comm_rows(who: Communicators) -> pl.DataFrame:
         ),
         "comms",
     )  # fmt: skip
+
+
+_MOST_WARNINGS: Final = 64
+
+
+def _warnings(p: Parsed, who: Communicators, job: LogJob) -> pl.DataFrame:
+    """The library's warnings, each text once a process: hints, and no more than that."""
+    of_process = who.agents.group_by("host", "pid").agg(
+        rank=pl.when(pl.len() == 1).then(pl.col("rank").first())
+    )
+    paths = [f.path for f in job.files]
+    rows = (
+        p.warnings.with_columns(
+            text=pl.col("text").str.extract(r"[NR]CCL WARN (.*)$").str.head(_EXCERPT)
+        )
+        .unique(["host", "pid", "text"], keep="first", maintain_order=True)
+        .head(_MOST_WARNINGS)
+        .join(of_process, on=["host", "pid"], how="left", maintain_order="left")
+        .with_columns(
+            job=pl.lit(0),
+            what=pl.lit("nccl_warning"),
+            line=pl.col("at") // ROOM,
+            path=pl.col("file").replace_strict(
+                range(len(paths)), paths, default=None, return_dtype=pl.String
+            ),
+        )
+    )
+    return conform(rows, "said")
+
+
+_EXCERPT: Final = 240
+"""Characters of a warning that are kept."""
 
 
 def as_pending(trace: Trace) -> Trace:

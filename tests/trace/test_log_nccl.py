@@ -558,3 +558,15 @@ def test_a_rank_without_a_log_is_missed_in_a_creation(tmp_path: Path) -> None:
     said = job.init(job.comm(range(4)))
     kind, stuck, _ = verdict(tmp_path, *(said[r][:-1] for r in (0, 1, 3)))
     assert (kind, stuck) == ("insufficient_evidence", None)
+
+
+def test_warnings_go_with_a_finding(tmp_path: Path) -> None:
+    job, comms, lines = whole_run("2.18", end=False)
+    warning = "NET/IB : req 1/2 tag 4 peer 10.0.0.2<1> collective mismatch error, local size 4"
+    for r in range(4):
+        lines[r].append(job.call(comms[0], r, "all_reduce", 7 + (r == 3)))
+    lines[1].append(f"gpu-a1:7003:7003 [1] transport/net_ib.cc:1295 NCCL WARN {warning}")
+    kind, _, found = verdict(tmp_path, interleaved(lines.values(), random.Random(1)))
+    details = found[0]["details"]
+    details = json.loads(details) if isinstance(details, str) else details
+    assert (kind, details["nccl_warnings"]) == ("mismatch", [warning])
