@@ -23,7 +23,7 @@ import datetime as dt
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -405,7 +405,7 @@ def _build(facts: pl.DataFrame | None, calls: pl.DataFrame | None, job: LogJob) 
     if said.events.height:
         # the watchdog found it standing still
         called = log_nccl.as_pending(called)
-    return _joined(called, said)
+    return _joined(called, _with_exits(said, job.world))
 
 
 def _with_ranks_of(said: Trace, called: Trace) -> Trace:
@@ -419,6 +419,45 @@ def _with_ranks_of(said: Trace, called: Trace) -> Trace:
         jobs=said.jobs.with_columns(world_size=pl.lit(world, pl.Int32)),
         ranks=pl.concat([said.ranks, more]).sort("rank"),
     )
+
+
+def _with_exits(said: Trace, world: Mapping[tuple[str, int], int]) -> Trace:
+    """The ranks of ``said`` with the exits that a launcher told by process ids.
+
+    Not where operations timed out: then processes end because of that.
+    """
+    by_pid: dict[int, set[int]] = {}
+    for (_, pid), rank in world.items():
+        by_pid.setdefault(pid, set()).add(rank)
+    ranks = {str(pid): found.pop() for pid, found in by_pid.items() if len(found) == 1}
+    told = said.said.filter(pl.col("what") == "exit_local")
+    if said.events.height or told.is_empty() or not ranks:
+        return said
+    died = (
+        told.with_columns(pid=pl.col("text").str.extract(r"\(pid: (\d+)\)"))
+        .filter(pl.col("pid").is_in(list(ranks)) & ~pl.col("number").is_in(_TOLD_TO_END))
+        .select(
+            "job",
+            rank=pl.col("pid").replace_strict(ranks, return_dtype=pl.Int32),
+            code=pl.col("number").cast(pl.Int32, strict=False),
+            exit=pl.lit(EXIT["crashed"], pl.UInt8),
+        )
+        .unique("rank", keep="first", maintain_order=True)
+    )
+    others = said.ranks.join(died, on=["job", "rank"], how="anti")
+    mine = conform(
+        died.join(said.ranks.drop("exit", "code"), on=["job", "rank"], how="left").with_columns(
+            truncated=pl.lit(value=False),
+            lost_before=pl.lit(0),
+            only_active=pl.lit(value=False),
+        ),
+        "ranks",
+    )
+    return replace(said, ranks=pl.concat([others, mine]).sort("rank"))
+
+
+_TOLD_TO_END: Final = (0, -15, -6)
+"""Exit codes of processes that a launcher, or their own watchdog, brought to their end."""
 
 
 def _joined(called: Trace, said: Trace) -> Trace:

@@ -61,7 +61,8 @@ def build(facts: pl.DataFrame, job: LogJob) -> Trace | None:
 
     Args:
         facts: what :func:`extract` gave for its files.
-        job: what else is known of it; ``world_size`` is filled where it is not known.
+        job: what else is known of it; ``world_size`` is filled where it is not known, ``world``
+            and ``unreadable`` are.
     """
     p = parsed(facts)
     if p.calls.is_empty() and p.comms.is_empty():
@@ -69,6 +70,13 @@ def build(facts: pl.DataFrame, job: LogJob) -> Trace | None:
     who = resolve(p, job.file_rank, job.world)
     if job.world_size is None:
         job.world_size = who.world
+    job.world |= {
+        (host, pid): rank
+        for host, pid, rank in who.agents.filter(pl.len().over("host", "pid") == 1)
+        .drop_nulls("rank")
+        .select("host", "pid", "rank")
+        .iter_rows()
+    }
     job.unreadable = dict(who.lost.group_by("file").len().iter_rows())
     strings = StringTable()
     cut = _cut_starts(who)

@@ -570,3 +570,20 @@ def test_warnings_go_with_a_finding(tmp_path: Path) -> None:
     details = found[0]["details"]
     details = json.loads(details) if isinstance(details, str) else details
     assert (kind, details["nccl_warnings"]) == ("mismatch", [warning])
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_process_that_its_launcher_saw_die_is_a_rank_by_its_number(
+    tmp_path: Path, behind: int
+) -> None:
+    _, _, lines = whole_run("2.18", end=False)
+    lines[2] = lines[2][: len(lines[2]) - behind]
+    agent = (
+        "E0101 10:00:00.000000 1 torch/distributed/elastic/multiprocessing/api.py:874] failed "
+        "(exitcode: -9) local_rank: 2 (pid: 7006) of binary: /usr/bin/python"
+    )
+    kind, stuck, found = verdict(tmp_path, [*interleaved(lines.values(), random.Random(1)), agent])
+    assert stuck is not True
+    assert kind in ("crashed_rank", "insufficient_evidence")
+    if behind:
+        assert (kind, found[0]["culprits"]) == ("crashed_rank", [2])
