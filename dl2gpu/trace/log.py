@@ -404,7 +404,7 @@ def _build(facts: pl.DataFrame | None, calls: pl.DataFrame | None, job: LogJob) 
         return _with_ranks_of(said, called)
     if said.events.height:
         # the watchdog found it standing still
-        called = log_nccl.as_pending(called)
+        called = log_nccl.as_pending(called, said.events)
     return _joined(called, _with_exits(said, job.world))
 
 

@@ -412,12 +412,44 @@ _EXCERPT: Final = 240
 """Characters of a warning that are kept."""
 
 
-def as_pending(trace: Trace) -> Trace:
-    """The trace of a job that is known to stand still: what is not complete is pending."""
-    state = pl.col("state")
-    events = trace.events.with_columns(
-        state=pl.when(state == STATE["unknown"])
-        .then(pl.lit(STATE["scheduled"], pl.UInt8))
-        .otherwise(state)
+def as_pending(trace: Trace, waits: pl.DataFrame) -> Trace:
+    """The trace of a job that is known to stand still: what is not complete is pending.
+
+    Args:
+        trace: a job's calls.
+        waits: operations that timed out: ``rank``, ``op``, ``ordinal`` (of the process group, from
+            1) and ``count``, as PyTorch's watchdog tells them. Where such a number is a position
+            on one communicator, with the same operation, what lies before is complete.
+    """
+    place = ["rank", "comm"]
+    events = trace.events.with_row_index("row")
+    calls = (
+        events.filter(pl.col("op").is_between(OP["all_reduce"], OP["gather_v"]))
+        .sort("rank", "seq")
+        .with_columns(k=pl.int_range(1, pl.len() + 1, dtype=pl.Int64).over(place))
     )
-    return replace(trace, events=events)
+    stands = (
+        calls.join(
+            waits.select("rank", "op", k="ordinal", numel="count").drop_nulls(["rank", "op", "k"]),
+            on=["rank", "op", "k"],
+        )
+        .filter((pl.col("numel") == pl.col("count")) | pl.col("numel").is_null())
+        .filter(pl.len().over("rank", "k", "op") == 1)
+        .group_by("comm")
+        .agg(first=pl.col("k").min())
+    )
+    # a stream takes one after the other: what was called before them on it is complete as well
+    done = calls.join(stands, on="comm").filter(pl.col("k") < pl.col("first"))
+    until = done.group_by("rank", "stream").agg(until=pl.col("seq").max())
+    over = events.join(until, on=["rank", "stream"]).filter(pl.col("seq") <= pl.col("until"))["row"]
+    state = pl.col("state")
+    return replace(
+        trace,
+        events=events.with_columns(
+            state=pl.when(state != STATE["unknown"])
+            .then(state)
+            .when(pl.col("row").is_in(over.implode()))
+            .then(pl.lit(STATE["completed"], pl.UInt8))
+            .otherwise(pl.lit(STATE["scheduled"], pl.UInt8))
+        ).drop("row"),
+    )

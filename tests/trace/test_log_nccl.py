@@ -587,3 +587,34 @@ def test_a_process_that_its_launcher_saw_die_is_a_rank_by_its_number(
     assert kind in ("crashed_rank", "insufficient_evidence")
     if behind:
         assert (kind, found[0]["culprits"]) == ("crashed_rank", [2])
+
+
+def watchdog(rank: int, number: int, count: int) -> str:
+    return (
+        f"[rank{rank}]:[E1015 12:41:19.417478853 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog "
+        f"caught collective operation timeout: WorkNCCL(SeqNum={number}, OpType=ALLREDUCE, "
+        f"NumelIn={count}, NumelOut={count}, Timeout(ms)=600000) ran for 600525 milliseconds "
+        "before timing out."
+    )
+
+
+def test_what_lies_before_an_operation_that_timed_out_is_complete(tmp_path: Path) -> None:
+    job, comms, lines = whole_run("2.18", end=False)
+    for r in range(4):
+        lines[r].append(job.call(comms[0], r, "all_reduce", 200))
+    said = [watchdog(r, 7, 200) for r in range(4)]
+    kind, stuck, found = verdict(tmp_path, [*interleaved(lines.values(), random.Random(1)), *said])
+    assert (kind, stuck) == ("in_flight", False)
+    at = json.loads(found[0]["hangs_at"]) if isinstance(found[0]["hangs_at"], str) else (
+        found[0]["hangs_at"]
+    )  # fmt: skip
+    assert {h["ordinal"] for h in at if h["op"] == "all_reduce"} <= {7}
+
+
+def test_a_rank_that_is_behind_is_missed_where_the_watchdog_speaks(tmp_path: Path) -> None:
+    _, _, lines = whole_run("2.18", end=False)
+    lines[2] = lines[2][:-2]
+    said = [watchdog(r, 6, 105) for r in (0, 1, 3)]
+    kind, stuck, found = verdict(tmp_path, [*interleaved(lines.values(), random.Random(1)), *said])
+    assert (kind, stuck, found[0]["culprits"]) == ("missing_participant", None, [2])
+    assert found[0]["evidence"] == "inferred"
