@@ -110,6 +110,8 @@ def _members(e: Evidence, comm: int | None, waits: Iterable[Wait]) -> tuple[set[
                 return known or (e.everyone if size == len(e.everyone) else set()), size
     if known:
         return known, len(known)
+    if len(e.everyone) == 2:
+        return e.everyone, 2  # a group of one waits for nobody
     return set(), None
 
 
@@ -323,6 +325,8 @@ def absentees(
             )
         ]  # fmt: skip
     ended = {r for r in known if r in e.who("end", "part_end")}
+    if len(known) == 1 and any(row["rank"] is None for row in e.of("end")):
+        ended = known
     if ended:
         return [
             replace(base, kind="missing_participant", culprits=tuple(sorted(ended)),

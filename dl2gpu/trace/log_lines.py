@@ -193,6 +193,11 @@ def parse(lines: pl.DataFrame, found: Sequence[FileLines]) -> pl.DataFrame:
     """
     text = pl.col("text")
     lines = lines.with_columns(text.str.head(LONGEST))
+    wrapped = lines.select(text.str.contains(_JSON_LOG)).to_series()
+    if wrapped.any():
+        lines = pl.concat([lines.filter(~wrapped), _unwrapped(lines.filter(wrapped))]).sort(
+            "file", "line"
+        )
     # most lines are as they should be, and each look at them costs
     marks = rf"{_COLOUR}|[\r\x02]|[^\s]{_GLUE}"
     marked = lines.select(text.str.contains(marks)).to_series()
@@ -201,6 +206,26 @@ def parse(lines: pl.DataFrame, found: Sequence[FileLines]) -> pl.DataFrame:
         return _with_origin(plain, found)
     frame = pl.concat([plain, _taken_apart(lines.filter(marked))]).sort("file", "line", "part")
     return _with_origin(frame, found)
+
+
+_JSON_LOG: Final = r'^\{"log":"'
+"""A line as Docker keeps it: one line of output, its stream and time."""
+
+
+_ESCAPES: Final = {
+    r"\n": "", r"\t": "\t", r"\r": "\r", r"\u001b": "\x1b", r"\"": '"', r"\u003c": "<",
+    r"\u003e": ">", r"\u0026": "&", r"\\": "\\",
+}  # fmt: skip
+
+
+def _unwrapped(lines: pl.DataFrame) -> pl.DataFrame:
+    """The output within the lines of Docker's JSON files, after its time."""
+    text = pl.col("text")
+    log = text.str.extract(r'^\{"log":"((?:[^"\\]|\\.)*)"').fill_null("")
+    for escaped, plain in _ESCAPES.items():
+        log = log.str.replace_all(escaped, plain, literal=True)
+    time = text.str.extract(r'"time":"([^"]{0,40})"')
+    return lines.with_columns(text=pl.concat_str([time, log], separator=" ", ignore_nulls=True))
 
 
 def _taken_apart(lines: pl.DataFrame) -> pl.DataFrame:
