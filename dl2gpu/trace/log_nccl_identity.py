@@ -51,7 +51,8 @@ def identify(instances: pl.DataFrame, order: pl.DataFrame) -> pl.DataFrame:
         name=pl.when(whole)
         .then(pl.concat_str(pl.lit(COUNTED), n, pl.col("k").cast(pl.String), separator=":"))
         .otherwise(pl.concat_str(pl.lit("own"), pl.col("inst").cast(pl.String), separator=":")),
-        several=~whole,
+        # the k-th by first use: ranks may have used them in other orders
+        several=~whole | (pl.col("k").max().over("nranks") > 0),
         member=pl.when(whole).then(pl.int_range(pl.len()).over("nranks", "k", order_by="place")),
     )
     keep = [*instances.columns, "name", "sure", "several"]

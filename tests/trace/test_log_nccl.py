@@ -618,3 +618,34 @@ def test_a_rank_that_is_behind_is_missed_where_the_watchdog_speaks(tmp_path: Pat
     kind, stuck, found = verdict(tmp_path, [*interleaved(lines.values(), random.Random(1)), *said])
     assert (kind, stuck, found[0]["culprits"]) == ("missing_participant", None, [2])
     assert found[0]["evidence"] == "inferred"
+
+
+def test_communicators_without_init_lines_that_are_used_in_other_orders_do_not_disagree(
+    tmp_path: Path,
+) -> None:
+    job = Job(2, "2.18")
+    a, b = job.comm([0, 1]), job.comm([0, 1])
+    lines: dict[int, list[str]] = {0: [], 1: []}
+    for k in range(5):
+        for r in (0, 1):
+            calls = [(a, "all_reduce", 10 + k), (b, "all_gather", 90 + k)]
+            lines[r] += [
+                f"[rank{r}]: {job.call(c, r, op, n, stream=0x100 if c is a else 0x200)}"
+                for c, op, n in (calls if r == 0 else reversed(calls))
+            ]
+    kind, stuck, found = verdict(tmp_path, lines[0], lines[1])
+    assert (kind, found) == ("healthy", [])
+    assert stuck is not True
+
+
+def test_restarts_in_one_file_without_a_word_about_them_keep_their_processes_apart() -> None:
+    _, _, first = whole_run("2.18", end=False, seed=1)
+    _, _, second = whole_run("2.18", seed=2)
+    again = [
+        re.sub(r"gpu-a1:7(\d+):7(\d+)", r"gpu-a1:8\1:8\2", line)
+        for line in interleaved(second.values(), random.Random(2))
+    ]
+    trace = read([*interleaved(first.values(), random.Random(1)), *again])
+    assert trace.events.height == 96
+    by_comm = trace.events.group_by("comm").agg(ranks=pl.col("rank").n_unique(), n=pl.len())
+    assert sorted(by_comm["n"].to_list()) == [12, 12, 12, 12, 24, 24]
