@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from log_writer import (
     AGES,
+    DEFAULT_PG,
     Story,
     at,
     head,
@@ -459,3 +460,92 @@ def fsdp_order(age: str) -> Story:
         "collectives are unchecked and may give incorrect results or hang"
     ))  # fmt: skip
     return s
+
+
+@story(Expected(("missing_participant",), (None,), frozenset({2}), ages=("2.6",)))
+def desync_lagging(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    for r in (0, 1, 3):
+        timeout(s, age, T + r, r, 1, "ALLREDUCE", 1024)
+        s.say(T + r, r, (
+            f"\n\t - [{r}] Timeout at collective: ALLREDUCE, #1\n\t - To our best knowledge, ranks "
+            "[2] are the lagging ranks that caused this timeout. They never joined any collectives"
+            "\n\t - Snapshot of ranks' latest states:\n\t   #1 started ranks:\n\t     [0, 1, 3] "
+            "started ALLREDUCE\n"
+        ), raw=True)  # fmt: skip
+    return s
+
+
+@story(Expected(("in_flight",), (False,), frozenset(), ages=("2.3", "2.6"), needs_ranks=True))
+def report_that_failed(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    for r in range(4):
+        timeout(s, age, T + r, r, 300, "ALLREDUCE", 1024)
+        s.say(T + r, r, head(age, T + r, r) + (
+            "Failed to retrieve TORCH_NCCL_DESYNC_DEBUG report. Please file an issue. Error: "
+            "thisCol == thatCol INTERNAL ASSERT FAILED at TraceUtils.h:197, please report a bug"
+        ), raw=True)  # fmt: skip
+    return s
+
+
+@story(Expected(("missing_participant",), (None,), frozenset({2}), ages=("2.6",)))
+def barrier_of_fingerprints(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    traceback(s, T, 0, (
+        "RuntimeError: ProcessGroupWrapper: Monitored Barrier encountered error running "
+        "collective: CollectiveFingerPrint(SequenceNumber=12, OpType=ALLREDUCE, TensorShape=[4], "
+        "TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda, "
+        "layout=Strided (default), requires_grad=false (default), pinned_memory=false (default), "
+        "memory_format=(nullopt))). Error: \n[Rank 0]: Rank 2 failed to pass monitoredBarrier in "
+        "600000 ms\n Original exception: \n[/pytorch/gloo/transport/tcp/unbound_buffer.cc:84] "
+        "Timed out waiting 600000ms for recv operation to complete"
+    ))  # fmt: skip
+    for r in (1, 3):
+        traceback(s, T + r, r, (
+            f"RuntimeError: Rank {r} successfully reached monitoredBarrier, but received errors "
+            "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank."
+        ))  # fmt: skip
+    return s
+
+
+@story(Expected(("in_flight",), (False,), frozenset(), ages=("2.5", "2.6")))
+def small_group_complete(age: str) -> Story:
+    # a group of two of four ranks says its size when it is made
+    s = Story(4)
+    for r in range(4):
+        for pg, size in ((DEFAULT_PG, 4), ((1 + r // 2, "tp"), 2)):
+            s.say(0, r, head(age, 0, r, "I") + (
+                f"[PG ID {pg[0]} PG GUID {pg[0]}({pg[1]}) Rank {r % size}] ProcessGroupNCCL "
+                f"initialization options: size: {size}, global rank: {r}, TIMEOUT(ms): 600000, "
+                f"USE_HIGH_PRIORITY_STREAM: 0, SPLIT_FROM: 0, SPLIT_COLOR: 0, PG Name: {pg[0]}"
+            ), raw=True)  # fmt: skip
+    s.steps(1, 20, ranks=range(4))
+    for r in (0, 1):
+        timeout(s, age, T + r, r, 42, "ALLREDUCE", 64, pg=(1, "tp"), group_rank=r)
+    return s
+
+
+@story(Expected(("missing_participant",), (None,), frozenset({0}), ages=AGES[2:], needs_ranks=True))
+def left_before_the_last_barrier(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4)).say(45, 0, "rank=0 Training complete")
+    for r in (1, 2, 3):
+        timeout(s, age, T + r, r, 500, "ALLREDUCE", 1)
+    return s
+
+
+@story(Expected(("insufficient_evidence",), (None,), frozenset(), ages=("2.6",)))
+def stood_until_it_was_cancelled(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    return s.say(40_000, None, (
+        f"slurmstepd: error: *** STEP 123.0 ON gpu-a11 CANCELLED AT {at(40_000):%Y-%m-%dT%H:%M:%S} "
+        "DUE TO TIME LIMIT ***"
+    ))  # fmt: skip
+
+
+@story(Expected(("healthy",), (False,), frozenset(), ages=("2.6",)))
+def ran_until_it_was_cancelled(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    return s.say(41, None, (
+        f"slurmstepd: error: *** STEP 123.0 ON gpu-a11 CANCELLED AT {at(41):%Y-%m-%dT%H:%M:%S} "
+        "DUE TO TIME LIMIT ***"
+    ))  # fmt: skip

@@ -7,6 +7,7 @@ lays it out: one file or one a rank, the prefixes of a launcher, colours, glue, 
 from __future__ import annotations
 
 import datetime as dt
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -218,11 +219,19 @@ def ray(line: Line) -> str:
     return f"(RayTrainWorker pid={615 + line.rank}, ip=10.0.0.1) {labelled(line)}"
 
 
+def docker(line: Line) -> str:
+    kept = {
+        "log": labelled(line) + "\n", "stream": "stderr",
+        "time": f"{at(line.t):%Y-%m-%dT%H:%M:%S.%f}123Z",
+    }  # fmt: skip
+    return json.dumps(kept, separators=(",", ":"))
+
+
 LAUNCHERS: dict[str, Label] = {
     "bare": bare, "labelled": labelled, "srun": srun, "mpirun": mpirun, "container": container,
-    "ray": ray,
+    "ray": ray, "docker": docker,
 }  # fmt: skip
-NAMES_RANKS = ("labelled", "srun", "mpirun", "container", "ray")
+NAMES_RANKS = ("labelled", "srun", "mpirun", "container", "ray", "docker")
 """Launchers by whose prefix a line of Python has its rank."""
 
 

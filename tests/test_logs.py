@@ -46,7 +46,7 @@ def test_every_file_is_accounted_for() -> None:
     stored = {p.relative_to(job.scanned).as_posix() for p in job.scanned.rglob("*") if p.is_file()}
     assert listed == stored
     logs = report.inputs.filter(pl.col("format") == "log")
-    assert set(logs["status"]) == {"read"}
+    assert set(logs["status"]) <= {"read", "partial"}  # one has torn lines
 
 
 # --------------------------------------------------------------------------------------------------

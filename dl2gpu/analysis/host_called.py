@@ -60,7 +60,7 @@ def sifted(m: Matching, findings: list[Finding]) -> tuple[list[Finding], set[int
     if jobs.is_empty() or not findings:
         return findings, set()
     of_calls, alive = set(jobs), at_any_time(m)
-    doubted = _doubted(m)
+    doubted, warnings = _doubted(m), _warnings(m)
     kept: list[Finding] = []
     dropped: set[int] = set()
     for f in findings:
@@ -72,8 +72,22 @@ def sifted(m: Matching, findings: list[Finding]) -> tuple[list[Finding], set[int
         if unsure or (f.job in alive and not _holds(f)):
             dropped |= {f.job} if f.deadlocked is not False or f.kind != "mismatch" else set()
         else:
-            kept.append(_as_seen(f))
+            kept.append(_with_warnings(_as_seen(f), warnings))
     return kept, dropped
+
+
+def _with_warnings(f: Finding, warnings: dict[int, list[str]]) -> Finding:
+    """The finding with what the library warned of: a hint, whose cause may be another."""
+    if f.job not in warnings:
+        return f
+    return replace(f, details=f.details | {"nccl_warnings": warnings[f.job]})
+
+
+def _warnings(m: Matching) -> dict[int, list[str]]:
+    """Job to the first few of the library's warnings."""
+    said = m.prepared.trace.said.filter(pl.col("what") == "nccl_warning")
+    told = said.group_by("job").agg(pl.col("text").drop_nulls().unique(maintain_order=True).head(4))
+    return dict(told.iter_rows())
 
 
 def with_statements(m: Matching, findings: list[Finding], open_jobs: set[int]) -> list[Finding]:

@@ -22,7 +22,7 @@ _FAILURES: Final = (
     "unique_id", "store_key", "mesh_failed", "differs", "gloo_size", "remote_error", "peer_closed",
     "crash", "stuck", "stall_ready", "stall_missing", "stall_item", "block_wait", "fsdp_order",
     "print_stopped", "desync_timeout", "desync_never", "desync_joined", "desync_behind",
-    "desync_started", "exit_local", "exit_any", "signal", "observed", "let_down",
+    "desync_started", "exit_local", "exit_any", "signal", "observed", "let_down", "cancelled",
 )  # fmt: skip
 _MOST_RANKS: Final = 1 << 16
 

@@ -50,7 +50,9 @@ def differing(e: Evidence) -> list[Finding]:
                 job=e.job, kind="mismatch", evidence="observed", victims=tuple(sorted(ranks)),
                 hangs_at=at,
                 details={
-                    "aspects": ["op"] if len(ops) > 1 else ["size"], "signatures": signatures,
+                    "aspects": ["op"] if len(ops) > 1 else ["size"] if len(sides) > 1
+                    else ["tensor"],
+                    "signatures": signatures,
                 },
                 deadlocked=True,
             )
@@ -343,6 +345,24 @@ def _exits(e: Evidence) -> list[Finding]:
     ]  # fmt: skip
 
 
+_STOOD: Final = 1800 * 1_000_000_000
+"""So long without a step, and a job that is cancelled had been standing."""
+
+
+def _cancelled(e: Evidence) -> list[Finding]:
+    """Stopped from outside, long after its last sign of life."""
+    rows = [row["t"] for row in e.of("cancelled") if row["t"] is not None]
+    steps = [row["t"] for row in e.of("step") if row["t"] is not None]
+    if not rows or not steps or e.of("end") or min(rows) - max(steps) < _STOOD:
+        return []
+    return [
+        Finding(
+            job=e.job, kind="insufficient_evidence", evidence="inferred", reason="no_data",
+            details={"seconds": (min(rows) - max(steps)) // 1_000_000_000}, deadlocked=None,
+        )
+    ]  # fmt: skip
+
+
 def _let_down(e: Evidence) -> list[Finding]:
     """Exceptions of the library on some ranks, and not a word on the cause."""
     if not e.of("let_down"):
@@ -370,6 +390,6 @@ def _signals(e: Evidence) -> list[Finding]:
 
 WEAKER: Final = (
     _barriers, _stores, _gloo, _stalls, _stuck, _shared_memory, _signals, _let_down, _exits,
-    _orders,
+    _cancelled, _orders,
 )  # fmt: skip
 """Rules in the order in which they count, where no operation timed out."""

@@ -110,6 +110,8 @@ def _members(e: Evidence, comm: int | None, waits: Iterable[Wait]) -> tuple[set[
                 return known or (e.everyone if size == len(e.everyone) else set()), size
     if known:
         return known, len(known)
+    if len(e.everyone) == 2:
+        return e.everyone, 2  # a group of one waits for nobody
     return set(), None
 
 
@@ -323,6 +325,8 @@ def absentees(
             )
         ]  # fmt: skip
     ended = {r for r in known if r in e.who("end", "part_end")}
+    if len(known) == 1 and any(row["rank"] is None for row in e.of("end")):
+        ended = known
     if ended:
         return [
             replace(base, kind="missing_participant", culprits=tuple(sorted(ended)),
@@ -383,9 +387,17 @@ def _crashed(e: Evidence) -> list[Finding]:
         Finding(
             job=e.job, kind="crashed_rank", evidence="observed", culprits=tuple(sorted(dead)),
             victims=tuple(sorted(victims)), hangs_at=_at(e, waiting.values()), reason="crashed",
-            details={"death": first["text"], **_code(first)}, deadlocked=False,
+            details={"death": _death(first), **_code(first)}, deadlocked=False,
         )
     ]  # fmt: skip
+
+
+def _death(row: dict[str, Any]) -> str:
+    """How it died, in the words of the log or the launcher's number."""
+    if row["number"] is not None and "exit" in (row["text"] or ""):
+        return f"exit code {row['number']}"
+    text = re.sub(r"^(?:\[[^\]]*\]\s*)+(?:.*with exception: )?", "", row["text"] or "")
+    return (text or row["text"] or "").strip().rstrip(".")
 
 
 def _code(row: dict[str, Any]) -> dict[str, int]:

@@ -34,6 +34,8 @@ def summary_of(f: Finding) -> str:
     gone = ranks_text(f.details.get("missing_ranks", f.culprits))
     at = _at(f)
     waiting = f"{_start(others)} {'waits' if len(f.victims) == 1 else 'wait'} at {at}"
+    if (told := _of_a_log(f, waiting, gone)) is not None:
+        return told
     if f.kind == "potential":
         inner = str(f.details.get("kind", "cycle")).replace("_", " ")
         who = ranks_text(f.culprits or f.victims)
@@ -47,6 +49,8 @@ def summary_of(f: Finding) -> str:
         sides = " against ".join(_side(c) for c in f.details.get("signatures", [])[:3])
         aspects = ", ".join(f.details.get("aspects", [])) or "call"
         went = "" if f.deadlocked else " It went through, and the result is wrong."
+        if f.deadlocked is None:
+            went = " That may be why they wait: no record says what came before."
         return f"At one position the ranks disagree ({aspects}): {sides}.{went}"
     if f.kind == "missing_participant" and f.reason == "skipped_call":
         left = _start(who if f.culprits else gone)
@@ -107,6 +111,37 @@ def _unclear(f: Finding, at: str, waiting: str) -> str:
     return (
         f"{waiting} for {gone}; whether those are late or will never come, the record does not say."
     )
+
+
+_ABSENT: Final[dict[str | None, str]] = {
+    "not_called": "which had not come when the others gave up",
+    "exited": "which is gone and left no word",
+    "no_data": "of which no line says that it came",
+}
+"""What a log says of ranks that others waited for, by reason."""
+
+
+def _of_a_log(f: Finding, waiting: str, gone: str) -> str | None:
+    """Findings for which there is no more than the lines of a log."""
+    who = ranks_text(f.culprits)
+    if f.kind == "missing_participant" and f.reason in _ABSENT and "log" in f.details:
+        return f"{waiting} for {gone}, {_ABSENT[f.reason]}."
+    if f.kind == "crashed_rank" and "death" in f.details:
+        whose = _start(who) if f.culprits else "A process"
+        waits = f" {waiting}." if f.victims and f.hangs_at else ""
+        return f"{whose} died: {f.details['death']}.{waits}"
+    if f.kind == "stalled_rank" and f.reason == "watchdog":
+        whose = f" of {who}" if f.culprits else ""
+        return f"The watchdog{whose} got stuck for {f.details['seconds']} s: a lock or the driver."
+    if f.kind == "stalled_rank" and f.reason == "busy":
+        return f"{_start(who)} was still at work ({f.details['activity']}). {waiting}."
+    if f.reason == "peers_unknown":
+        return f"{waiting}; for whom, no line says."
+    if f.reason == "numbers_differ":
+        return f"{waiting}, others at other numbers of the group; why, no line says."
+    if f.reason == "no_data" and "log" in f.details and not f.victims:
+        return "Something failed; no line says where."
+    return None
 
 
 _CIRCLES: Final[dict[str, str]] = {

@@ -22,7 +22,8 @@ import calendar
 import datetime as dt
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -153,6 +154,7 @@ def _one_job(
     facts = _with_year(facts, found)
     ranks = _file_ranks(kept, facts)
     traces = []
+    unreadable: Counter[int] = Counter()
     for attempt, of_facts, of_calls in _attempts(facts, calls, [f.attempt for f in kept]):
         mine = [f.attempt in (None, attempt) for f in kept]
         job = LogJob(
@@ -161,9 +163,12 @@ def _one_job(
             torn=[t and m for t, m in zip(torn, mine, strict=True)],
         )  # fmt: skip
         trace = _build(of_facts, of_calls, job)
+        unreadable.update(job.unreadable)
         if trace is not None:
             traces.append(trace)
-    return traces, [_told(f, found[i], name, ranks[i], traces) for i, f in enumerate(kept)]
+    return traces, [
+        _told(f, found[i], name, ranks[i], traces, unreadable[i]) for i, f in enumerate(kept)
+    ]
 
 
 def _with_year(facts: pl.DataFrame | None, found: Sequence[FileLines]) -> pl.DataFrame | None:
@@ -197,13 +202,16 @@ def _speaking(facts: pl.DataFrame | None, calls: pl.DataFrame | None) -> set[int
 
 
 def _told(
-    file: TraceFile, found: FileLines, name: str, rank: int | None, traces: Iterable[Trace]
-) -> Input:
+    file: TraceFile, found: FileLines, name: str, rank: int | None, traces: Iterable[Trace],
+    unreadable: int,
+) -> Input:  # fmt: skip
     reasons = []
     if found.reason:
         reasons.append(found.reason)
     if found.cut_lines:
         reasons.append(f"{found.cut_lines} lines that are too long were cut")
+    if unreadable:
+        reasons.append(f"lines of {unreadable} calls are torn and cannot be read")
     events = 0
     for trace in traces:
         mine = trace.ranks.filter(pl.col("path") == file.path)["rank"]
@@ -396,8 +404,8 @@ def _build(facts: pl.DataFrame | None, calls: pl.DataFrame | None, job: LogJob) 
         return _with_ranks_of(said, called)
     if said.events.height:
         # the watchdog found it standing still
-        called = log_nccl.as_pending(called)
-    return _joined(called, said)
+        called = log_nccl.as_pending(called, said.events)
+    return _joined(called, _with_exits(said, job.world))
 
 
 def _with_ranks_of(said: Trace, called: Trace) -> Trace:
@@ -411,6 +419,45 @@ def _with_ranks_of(said: Trace, called: Trace) -> Trace:
         jobs=said.jobs.with_columns(world_size=pl.lit(world, pl.Int32)),
         ranks=pl.concat([said.ranks, more]).sort("rank"),
     )
+
+
+def _with_exits(said: Trace, world: Mapping[tuple[str, int], int]) -> Trace:
+    """The ranks of ``said`` with the exits that a launcher told by process ids.
+
+    Not where operations timed out: then processes end because of that.
+    """
+    by_pid: dict[int, set[int]] = {}
+    for (_, pid), rank in world.items():
+        by_pid.setdefault(pid, set()).add(rank)
+    ranks = {str(pid): found.pop() for pid, found in by_pid.items() if len(found) == 1}
+    told = said.said.filter(pl.col("what") == "exit_local")
+    if said.events.height or told.is_empty() or not ranks:
+        return said
+    died = (
+        told.with_columns(pid=pl.col("text").str.extract(r"\(pid: (\d+)\)"))
+        .filter(pl.col("pid").is_in(list(ranks)) & ~pl.col("number").is_in(_TOLD_TO_END))
+        .select(
+            "job",
+            rank=pl.col("pid").replace_strict(ranks, return_dtype=pl.Int32),
+            code=pl.col("number").cast(pl.Int32, strict=False),
+            exit=pl.lit(EXIT["crashed"], pl.UInt8),
+        )
+        .unique("rank", keep="first", maintain_order=True)
+    )
+    others = said.ranks.join(died, on=["job", "rank"], how="anti")
+    mine = conform(
+        died.join(said.ranks.drop("exit", "code"), on=["job", "rank"], how="left").with_columns(
+            truncated=pl.lit(value=False),
+            lost_before=pl.lit(0),
+            only_active=pl.lit(value=False),
+        ),
+        "ranks",
+    )
+    return replace(said, ranks=pl.concat([others, mine]).sort("rank"))
+
+
+_TOLD_TO_END: Final = (0, -15, -6)
+"""Exit codes of processes that a launcher, or their own watchdog, brought to their end."""
 
 
 def _joined(called: Trace, said: Trace) -> Trace:
@@ -430,5 +477,5 @@ def _joined(called: Trace, said: Trace) -> Trace:
         called,
         jobs=called.jobs.with_columns(world_size=pl.lit(world, pl.Int32)),
         ranks=conform(ranks, "ranks"),
-        said=unnamed,
+        said=pl.concat([unnamed, called.said]),
     )

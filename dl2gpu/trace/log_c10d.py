@@ -45,6 +45,9 @@ SILENT: Final = frozenset(
 
 def extract(lines: pl.DataFrame) -> pl.DataFrame:
     """Facts in a frame of lines, columns of :data:`log_facts.FACTS`."""
+    # of NCCL's own lines, which may be most of a log, only those with a word of ours
+    text = pl.col("text")
+    lines = lines.filter(~text.str.contains("NCCL (?:INFO|TRACE)") | text.str.contains(WORDS))
     return pl.concat([log_c10d_lines.c10d_facts(lines), log_life.life_facts(lines)])
 
 
@@ -240,11 +243,24 @@ def _comms(facts: pl.DataFrame, world: int | None) -> pl.DataFrame:
         return empty("comms")
     everyone = list(range(world)) if world is not None and world <= _FAR else []
     default = (pl.col("desc") == "default_pg") | (pl.col("id") == "0")
-    ids = ids.with_row_index("comm").with_columns(
-        job=pl.lit(0),
-        ranks=pl.when(default.fill_null(False))
-        .then(pl.lit(everyone, dtype=pl.List(pl.Int32)))
-        .otherwise(pl.lit([], dtype=pl.List(pl.Int32))),
+    # each member says how large the group is that it makes
+    made = (
+        facts.filter((pl.col("what") == "options") & pl.col("rank").is_not_null())
+        .group_by(id="comm_id")
+        .agg(members=pl.col("rank").unique().sort(), size=pl.col("number").max())
+        .filter(pl.col("members").list.len() == pl.col("size"))
+    )
+    ids = (
+        ids.with_row_index("comm")
+        .join(made, on="id", how="left", maintain_order="left")
+        .with_columns(
+            job=pl.lit(0),
+            ranks=pl.coalesce(
+                "members",
+                pl.when(default.fill_null(False)).then(pl.lit(everyone, dtype=pl.List(pl.Int32))),
+                pl.lit([], dtype=pl.List(pl.Int32)),
+            ),
+        )
     )
     return conform(ids, "comms")
 

@@ -41,7 +41,8 @@ _ENOUGH: Final = 5
 _SECONDARY: Final = (
     r"(?i)DistBackendError|DistStoreError|DistNetworkError|ChildFailedError|SignalException|"
     r"KeyboardInterrupt|NCCL error|nccl\w*Error|unhandled (?:system|cuda) error, NCCL|gloo|"
-    r"timed? ?out|connection (?:closed|reset|refused)|broken pipe|monitoredBarrier|"
+    r"timed? ?out|connection (?:closed|reset|refused)|broken pipe|monitored ?barrier|"
+    r"ProcessGroupWrapper|ncclUniqueId|"
     r"Detected mismatch|pair closure|Watchdog|Socket|wait timeout|store\.get|BrokenProcessPool|"
     r"Communicator was aborted|collective operation|RayTaskError|ActorDied|WorkerCrashed|"
     r"SystemExit: 0|SIGTERM|Connection lost|remote process exited|Aborted"

@@ -26,3 +26,5 @@ class LogJob:
     """(host, process id) to global rank, where lines say it."""
     torn: Sequence[bool] = ()
     """For each file: does it end in the middle of a line?"""
+    unreadable: dict[int, int] = field(default_factory=dict)
+    """Filled by the grammars: lines of each file that were torn and could not be read."""

@@ -25,7 +25,7 @@ WORDS: Final = (
     "double free", "invalid pointer", "oom_kill", "OOMKilled", "oom-kill", "Out of memory",
     "srun: error", "noticed that process rank", "exit with status code", "return code =",
     "Process name:", "Exit code:", "closing signal", "restart", "Restarting", "attempts left",
-    "orld_size", "orld size", "WORLD_SIZE", "orld_sizes", "global_ranks", "num_processes", "nranks",
+    "orld_size", "orld size", "WORLD_SIZE", "global_ranks", "num_processes", "nranks ",
     "successfully finished", "CANCELLED", "raining", "finished", "Finished", "done", "Done",
     "train_runtime", "exit code", "stopped", "wandb: Synced",
     "completed", "Completed", "complete",
@@ -82,11 +82,10 @@ def life_facts(lines: pl.DataFrame) -> pl.DataFrame:
     """
     if lines.is_empty():
         return none()
-    lines = lines.with_columns(
-        rank=pl.coalesce(
-            "rank", pl.col("text").str.extract(_RANK_WORD).cast(pl.Int32, strict=False)
-        )
-    )
+    text = pl.col("text")
+    # "[Rank 3]" of a process group is a rank within the group
+    word = pl.when(~text.str.contains(r"\[Rank \d+\]|\[PG ")).then(text.str.extract(_RANK_WORD))
+    lines = lines.with_columns(rank=pl.coalesce("rank", word.cast(pl.Int32, strict=False)))
     return pl.concat(
         [
             _lives(lines),

@@ -193,30 +193,64 @@ def parse(lines: pl.DataFrame, found: Sequence[FileLines]) -> pl.DataFrame:
 
     ``found``: by number of the file; ``year`` and ``tasks`` are filled from its first lines.
     """
-    frame = lines.with_columns(
-        text=pl.col("text")
-        .str.head(LONGEST)
-        .str.replace_all(_COLOUR, "")
-        .str.replace_all(_BREAK, " ", literal=True)
-    )
+    text = pl.col("text")
+    lines = lines.with_columns(text.str.head(LONGEST))
+    wrapped = lines.select(text.str.contains(_JSON_LOG)).to_series()
+    if wrapped.any():
+        lines = pl.concat([lines.filter(~wrapped), _unwrapped(lines.filter(wrapped))]).sort(
+            "file", "line"
+        )
+    # most lines are as they should be, and each look at them costs
+    marks = rf"{_COLOUR}|[\r\x02]|[^\s]{_GLUE}"
+    marked = lines.select(text.str.contains(marks)).to_series()
+    plain = lines.filter(~marked).with_columns(part=pl.lit(0, pl.Int32))
+    if not marked.any():
+        return _with_origin(plain, found)
+    frame = pl.concat([plain, _taken_apart(lines.filter(marked))]).sort("file", "line", "part")
+    return _with_origin(frame, found)
+
+
+_JSON_LOG: Final = r'^\{"log":"'
+"""A line as Docker keeps it: one line of output, its stream and time."""
+
+
+_ESCAPES: Final = {
+    r"\n": "", r"\t": "\t", r"\r": "\r", r"\u001b": "\x1b", r"\"": '"', r"\u003c": "<",
+    r"\u003e": ">", r"\u0026": "&", r"\\": "\\",
+}  # fmt: skip
+
+
+def _unwrapped(lines: pl.DataFrame) -> pl.DataFrame:
+    """The output within the lines of Docker's JSON files, after its time."""
+    text = pl.col("text")
+    log = text.str.extract(r'^\{"log":"((?:[^"\\]|\\.)*)"').fill_null("")
+    for escaped, plain in _ESCAPES.items():
+        log = log.str.replace_all(escaped, plain, literal=True)
+    time = text.str.extract(r'"time":"([^"]{0,40})"')
+    return lines.with_columns(text=pl.concat_str([time, log], separator=" ", ignore_nulls=True))
+
+
+def _taken_apart(lines: pl.DataFrame) -> pl.DataFrame:
+    """Lines without colours, one row for each of the messages that a line holds."""
+    text = pl.col("text")
     # a progress bar comes back to the beginning of its line; what is quoted is not cut
-    frame = frame.with_columns(
-        text=pl.when(pl.col("text").str.contains(_QUOTED))
-        .then(pl.col("text").str.replace_all("\r", " ", literal=True))
+    frame = lines.with_columns(
+        text=text.str.replace_all(_COLOUR, "").str.replace_all(_BREAK, " ", literal=True)
+    ).with_columns(
+        text=pl.when(text.str.contains(_QUOTED))
+        .then(text.str.replace_all("\r", " ", literal=True))
         .otherwise(
-            pl.col("text")
-            .str.replace_all("\r", _BREAK, literal=True)
+            text.str.replace_all("\r", _BREAK, literal=True)
             .str.replace_all(r"([^\x02\s])" + _GLUE, "${1}" + _BREAK + "${2}")
             .str.replace_all(r"([^\x02\s])" + _GLUE, "${1}" + _BREAK + "${2}")
         )
     )
-    frame = frame.with_columns(_unglued(pl.col("text")).str.split(_BREAK))
-    frame = (
-        frame.with_columns(part=pl.int_ranges(0, pl.col("text").list.len(), dtype=pl.Int32))
+    return (
+        frame.with_columns(_unglued(text).str.split(_BREAK))
+        .with_columns(part=pl.int_ranges(0, pl.col("text").list.len(), dtype=pl.Int32))
         .explode("text", "part")
-        .filter((pl.col("text").str.len_bytes() > 0) | (pl.col("part") == 0))
+        .filter((text.str.len_bytes() > 0) | (pl.col("part") == 0))
     )
-    return _with_origin(frame, found)
 
 
 _QUOTED: Final = (
@@ -230,6 +264,7 @@ _MPI: Final = r"^(?:[^\[]{0,80})?\[(?:\d+,)?(\d{1,6})\]<std(?:err|out)>:"
 _SRUN: Final = r"^\s?(\d{1,6}): "
 _LOCAL: Final = r"^(?:.{0,80}?[\s/])?\[(?:default|trainer|worker|role)_?(\d{1,4})\]:"
 _RAY: Final = r"^.{0,60}?\((\w+) pid=(\d+)(?:, ip=([\w.:-]+))?[^)]*\)"
+_CLOCK: Final = r"\d{2}:\d{2}:\d{2}(?:[^\d:]|$)"
 _NCCL: Final = r"([A-Za-z0-9][\w.-]*):(\d+):\d+ \[\d+\] "
 _RANK_WORD: Final = r"(?i)(?:^|[\s|\[(,;])(?:global[ _]?)?rank ?[=:#]? ?(\d{1,6})(?:\b)"
 
@@ -241,7 +276,7 @@ _PREFIX: Final = (
 )
 
 _DATE: Final = r"(\d{4})[-/](\d{2})[-/](\d{2})[T _](\d{2}):(\d{2}):(\d{2})(?:[.,](\d{1,9}))?"
-_GLOG: Final = r"(?:^|[\s\[:])[EWIF](\d{1,2})(\d{2}) (\d{2}):(\d{2}):(\d{2})\.(\d{1,9})"
+_GLOG: Final = r"\b[EWIF](\d{1,2})(\d{2}) (\d{2}):(\d{2}):(\d{2})\.(\d{1,9})"
 
 
 def _unglued(text: pl.Expr) -> pl.Expr:
@@ -256,14 +291,21 @@ def _unglued(text: pl.Expr) -> pl.Expr:
 
 def _with_origin(frame: pl.DataFrame, found: Sequence[FileLines]) -> pl.DataFrame:
     text = pl.col("text")
+    timed = text.str.contains(_CLOCK)
     frame = frame.with_columns(
         host=text.str.extract(_NCCL, 1),
         pid=text.str.extract(_NCCL, 2).cast(pl.Int64, strict=False),
-        ray=text.str.extract_groups(_RAY),
-        date=text.str.extract_groups(_DATE),
-        glog=text.str.extract_groups(_GLOG),
         task=text.str.extract(_SRUN),
+    ).with_row_index("row")
+    # dates and workers stand in few lines, or in few kinds of logs
+    times = frame.filter(timed).select(
+        "row", date=text.str.extract_groups(_DATE), glog=text.str.extract_groups(_GLOG)
     )
+    ray = frame.filter(text.str.contains(" pid=", literal=True)).select(
+        "row", ray=text.str.extract_groups(_RAY)
+    )
+    for found_in_some in (times, ray):
+        frame = frame.join(found_in_some, on="row", how="left", maintain_order="left")
     _learn(frame, found)
     labelled = [i for i, f in enumerate(found) if f.tasks]
     years = pl.DataFrame(

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 import polars as pl
 
 from dl2gpu.trace.log_nccl_comms import Communicators, resolve
-from dl2gpu.trace.log_nccl_lines import WORDS, extract, parsed
+from dl2gpu.trace.log_nccl_lines import Parsed, extract, parsed
+from dl2gpu.trace.log_nccl_pieces import ROOM, WORDS
 from dl2gpu.trace.schema import (
     DTYPE_BYTES,
     EXIT,
@@ -60,7 +61,8 @@ def build(facts: pl.DataFrame, job: LogJob) -> Trace | None:
 
     Args:
         facts: what :func:`extract` gave for its files.
-        job: what else is known of it; ``world_size`` is filled where it is not known.
+        job: what else is known of it; ``world_size`` is filled where it is not known, ``world``
+            and ``unreadable`` are.
     """
     p = parsed(facts)
     if p.calls.is_empty() and p.comms.is_empty():
@@ -68,6 +70,14 @@ def build(facts: pl.DataFrame, job: LogJob) -> Trace | None:
     who = resolve(p, job.file_rank, job.world)
     if job.world_size is None:
         job.world_size = who.world
+    job.world |= {
+        (host, pid): rank
+        for host, pid, rank in who.agents.filter(pl.len().over("host", "pid") == 1)
+        .drop_nulls("rank")
+        .select("host", "pid", "rank")
+        .iter_rows()
+    }
+    job.unreadable = dict(who.lost.group_by("file").len().iter_rows())
     strings = StringTable()
     cut = _cut_starts(who)
     return Trace(
@@ -83,6 +93,7 @@ def build(facts: pl.DataFrame, job: LogJob) -> Trace | None:
         ranks=_rank_rows(who, cut, job),
         comms=_comm_rows(who),
         strings=strings.frame(),
+        said=_warnings(p, who, job),
     )  # fmt: skip
 
 
@@ -119,6 +130,7 @@ def _cut_starts(who: Communicators) -> pl.DataFrame:
 
 def _events(who: Communicators, cut: pl.DataFrame, strings: StringTable) -> pl.DataFrame:
     calls = who.calls.filter(~pl.col("op").is_in(_ONE_SIDED)).drop("rank")
+    calls = pl.concat([calls, _creations(who, calls)])
     rows = (
         calls.join(who.agents.select("agent", "rank"), on="agent")
         .filter(pl.col("rank").is_not_null())
@@ -166,8 +178,8 @@ def _events(who: Communicators, cut: pl.DataFrame, strings: StringTable) -> pl.D
     frame = rows.with_columns(element=width.gather(known).alias("element")).select(
         "rank", "lane", "seq", "op", "group", "count", "count_out",
         job=pl.lit(0),
-        stream="queue",
-        blocking=pl.lit(value=False),
+        stream=pl.when(kind != _CREATE).then("queue"),
+        blocking=kind == _CREATE,
         comm="key",
         peer=pl.when(p2p).then("other"),
         root=pl.when(rooted).then("other"),
@@ -182,6 +194,32 @@ def _events(who: Communicators, cut: pl.DataFrame, strings: StringTable) -> pl.D
         flags=flags,
     )  # fmt: skip
     return conform(frame, "events")
+
+
+def _creations(who: Communicators, like: pl.DataFrame) -> pl.DataFrame:
+    """Creations of communicators that some member has begun and not come to the end of.
+
+    Those that went well say nothing that the calls do not say. A thread that did something
+    afterwards has come to the end of it, whatever became of the line.
+    """
+    thread = ["agent", "tid"]
+    doings = [frame.select(*thread, "pos") for frame in (like, who.instances)]
+    last = pl.concat(doings).group_by(thread).agg(last=pl.col("pos").max())
+    found = who.instances.join(last, on=thread, how="left", nulls_equal=True).with_columns(
+        made=pl.col("made") | (pl.col("pos") < pl.col("last"))
+    )
+    stuck = pl.col("begun") & ~pl.col("made") & ~pl.col("aborted")
+    found = found.filter(stuck.any().over("key") & (pl.col("begun") | pl.col("made")))
+    return found.select(
+        pl.lit(_CREATE).alias("op") if c == "op"
+        else pl.col(c).cast(d) if c in _OF_INSTANCE
+        else pl.lit(None, d).alias(c)
+        for c, d in like.schema.items()
+    )  # fmt: skip
+
+
+_OF_INSTANCE: Final = ("file", "pos", "inst", "agent", "host", "pid", "tid", "nranks")
+_CREATE: Final = "comm_create"
 
 
 def _operations(rows: pl.DataFrame) -> pl.Series:
@@ -342,12 +380,76 @@ def _comm_rows(who: Communicators) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def as_pending(trace: Trace) -> Trace:
-    """The trace of a job that is known to stand still: what is not complete is pending."""
-    state = pl.col("state")
-    events = trace.events.with_columns(
-        state=pl.when(state == STATE["unknown"])
-        .then(pl.lit(STATE["scheduled"], pl.UInt8))
-        .otherwise(state)
+_MOST_WARNINGS: Final = 64
+
+
+def _warnings(p: Parsed, who: Communicators, job: LogJob) -> pl.DataFrame:
+    """The library's warnings, each text once a process: hints, and no more than that."""
+    of_process = who.agents.group_by("host", "pid").agg(
+        rank=pl.when(pl.len() == 1).then(pl.col("rank").first())
     )
-    return replace(trace, events=events)
+    paths = [f.path for f in job.files]
+    rows = (
+        p.warnings.with_columns(
+            text=pl.col("text").str.extract(r"[NR]CCL WARN (.*)$").str.head(_EXCERPT)
+        )
+        .unique(["host", "pid", "text"], keep="first", maintain_order=True)
+        .head(_MOST_WARNINGS)
+        .join(of_process, on=["host", "pid"], how="left", maintain_order="left")
+        .with_columns(
+            job=pl.lit(0),
+            what=pl.lit("nccl_warning"),
+            line=pl.col("at") // ROOM,
+            path=pl.col("file").replace_strict(
+                range(len(paths)), paths, default=None, return_dtype=pl.String
+            ),
+        )
+    )
+    return conform(rows, "said")
+
+
+_EXCERPT: Final = 240
+"""Characters of a warning that are kept."""
+
+
+def as_pending(trace: Trace, waits: pl.DataFrame) -> Trace:
+    """The trace of a job that is known to stand still: what is not complete is pending.
+
+    Args:
+        trace: a job's calls.
+        waits: operations that timed out: ``rank``, ``op``, ``ordinal`` (of the process group, from
+            1) and ``count``, as PyTorch's watchdog tells them. Where such a number is a position
+            on one communicator, with the same operation, what lies before is complete.
+    """
+    place = ["rank", "comm"]
+    events = trace.events.with_row_index("row")
+    calls = (
+        events.filter(pl.col("op").is_between(OP["all_reduce"], OP["gather_v"]))
+        .sort("rank", "seq")
+        .with_columns(k=pl.int_range(1, pl.len() + 1, dtype=pl.Int64).over(place))
+    )
+    stands = (
+        calls.join(
+            waits.select("rank", "op", k="ordinal", numel="count").drop_nulls(["rank", "op", "k"]),
+            on=["rank", "op", "k"],
+        )
+        .filter((pl.col("numel") == pl.col("count")) | pl.col("numel").is_null())
+        .filter(pl.len().over("rank", "k", "op") == 1)
+        .group_by("comm")
+        .agg(first=pl.col("k").min())
+    )
+    # a stream takes one after the other: what was called before them on it is complete as well
+    done = calls.join(stands, on="comm").filter(pl.col("k") < pl.col("first"))
+    until = done.group_by("rank", "stream").agg(until=pl.col("seq").max())
+    over = events.join(until, on=["rank", "stream"]).filter(pl.col("seq") <= pl.col("until"))["row"]
+    state = pl.col("state")
+    return replace(
+        trace,
+        events=events.with_columns(
+            state=pl.when(state != STATE["unknown"])
+            .then(state)
+            .when(pl.col("row").is_in(over.implode()))
+            .then(pl.lit(STATE["completed"], pl.UInt8))
+            .otherwise(pl.lit(STATE["scheduled"], pl.UInt8))
+        ).drop("row"),
+    )

@@ -9,6 +9,7 @@ Source: FORMATS.md section 5.4, LOG_LINES.md.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import polars as pl
@@ -40,7 +41,12 @@ _MOST_LISTED: Final = 1 << 16
 
 def is_text(data: bytes) -> bool:
     """Is this the text form, and not JSON?"""
-    return b"Job summary" in data or b"Communicators..." in data
+    return _TEXT.search(data) is not None
+
+
+_TEXT: Final = re.compile(
+    rb"Job summary|Communicators\.\.\.|#\d+-\d+ \([0-9a-f]{4,16}\) (?:MISMATCH|INCOMPLETE|ERROR)"
+)
 
 
 def parse(text: str) -> pl.DataFrame:
@@ -49,10 +55,11 @@ def parse(text: str) -> pl.DataFrame:
         "line"
     )
     body = pl.col("text").str.strip_chars_end()
+    first = "Job summary" if "Job summary" in text else "Communicators..."
     lines = lines.with_columns(
         text=body,
         # what stands before the first summary (the version) is of the first report
-        report=(body.str.contains("Job summary", literal=True).cum_sum().cast(pl.Int32) - 1)
+        report=(body.str.contains(first, literal=True).cum_sum().cast(pl.Int32) - 1)
         .clip(0, _MOST_REPORTS),
     )  # fmt: skip
     lines = _sections(lines)

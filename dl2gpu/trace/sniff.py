@@ -239,7 +239,9 @@ def _json(text: bytes) -> Kind:
         return KINETO
     if {"ph", "ts", "pid"} <= names:
         return KINETO  # the bracket before the first event is missing
-    if {"communicators", "nccl_version"} <= names:
+    if "communicators" in names and (
+        "nccl_version" in names or b'"collective_counts"' in text or b'"secondary_hash"' in text
+    ):
         return _RAS
     if "header" in names and names & {"coll_perf", "p2p_perf"}:
         return _not_yet("nccl_inspector", "NCCL inspector record")
@@ -274,9 +276,15 @@ def _is_ras(head: bytes) -> bool:
     """A report of NCCL's RAS: its text, or JSON behind the lines of the protocol."""
     if b" NCCL INFO " in head:
         return False
-    return (b"Job summary" in head and b"=====" in head) or (
-        head.lstrip().startswith((b"SERVER PROTOCOL", b"OK\n")) and b'"nccl_version"' in head
-    )
+    if head.lstrip().startswith((b"SERVER PROTOCOL", b"OK\n")):
+        return b'"communicators' in head or _RAS_TEXT.search(head) is not None
+    return _RAS_TEXT.search(head) is not None
+
+
+_RAS_TEXT: Final = re.compile(
+    rb"Job summary\s*\n\s*=====|Communicators\.\.\. .*\n=====|"
+    rb"(?m:^\s*#\d+-\d+ \([0-9a-f]{4,16}\) (?:MISMATCH|INCOMPLETE|ERROR))"
+)
 
 
 _LOG_LINE: Final = re.compile(

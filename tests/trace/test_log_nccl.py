@@ -518,3 +518,134 @@ def test_labelled_logs() -> None:
     }
     assert not failures
     assert folders
+
+
+def test_calls_that_cannot_be_read_are_reported(tmp_path: Path) -> None:
+    _, _, lines = whole_run("2.18")
+    broken = interleaved(lines.values(), random.Random(1))
+    at = next(k for k, line in enumerate(broken) if "opCount 3" in line)
+    broken[at] = broken[at][:120]
+    kind, _, found = verdict(tmp_path, broken)
+    assert (kind, found) == ("healthy", [])
+    inputs = scan([str(tmp_path)]).inputs
+    assert inputs["status"].to_list() == ["partial"]
+    assert inputs["reason"].item() == "lines of 1 calls are torn and cannot be read"
+
+
+@pytest.mark.parametrize("version", ["2.18", "2.23", "2.30"])
+def test_communicators_that_are_created_in_other_orders_are_a_circle(
+    tmp_path: Path, version: str
+) -> None:
+    job = Job(2, version)
+    world, a, b = (job.comm([0, 1]) for _ in range(3))
+    lines = {r: [*said, job.call(world, r, "all_reduce")] for r, said in job.init(world).items()}
+    lines[0] += job.init(a)[0][:-1]
+    lines[1] += job.init(b)[1][:-1]
+    kind, stuck, found = verdict(tmp_path, lines[0], lines[1])
+    assert (kind, stuck, found[0]["culprits"]) == ("init_cycle", True, [0, 1])
+
+
+def test_a_creation_whose_end_is_not_in_the_log_is_no_finding_where_the_thread_went_on(
+    tmp_path: Path,
+) -> None:
+    _, _, lines = whole_run("2.18", end=False)
+    lines[1] = [line for line in lines[1] if "Init COMPLETE" not in line]
+    assert verdict(tmp_path, interleaved(lines.values(), random.Random(1)))[0] == "healthy"
+
+
+def test_a_rank_without_a_log_is_missed_in_a_creation(tmp_path: Path) -> None:
+    job = Job(4, "2.18")
+    said = job.init(job.comm(range(4)))
+    kind, stuck, _ = verdict(tmp_path, *(said[r][:-1] for r in (0, 1, 3)))
+    assert (kind, stuck) == ("insufficient_evidence", None)
+
+
+def test_warnings_go_with_a_finding(tmp_path: Path) -> None:
+    job, comms, lines = whole_run("2.18", end=False)
+    warning = "NET/IB : req 1/2 tag 4 peer 10.0.0.2<1> collective mismatch error, local size 4"
+    for r in range(4):
+        lines[r].append(job.call(comms[0], r, "all_reduce", 7 + (r == 3)))
+    lines[1].append(f"gpu-a1:7003:7003 [1] transport/net_ib.cc:1295 NCCL WARN {warning}")
+    kind, _, found = verdict(tmp_path, interleaved(lines.values(), random.Random(1)))
+    details = found[0]["details"]
+    details = json.loads(details) if isinstance(details, str) else details
+    assert (kind, details["nccl_warnings"]) == ("mismatch", [warning])
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_process_that_its_launcher_saw_die_is_a_rank_by_its_number(
+    tmp_path: Path, behind: int
+) -> None:
+    _, _, lines = whole_run("2.18", end=False)
+    lines[2] = lines[2][: len(lines[2]) - behind]
+    agent = (
+        "E0101 10:00:00.000000 1 torch/distributed/elastic/multiprocessing/api.py:874] failed "
+        "(exitcode: -9) local_rank: 2 (pid: 7006) of binary: /usr/bin/python"
+    )
+    kind, stuck, found = verdict(tmp_path, [*interleaved(lines.values(), random.Random(1)), agent])
+    assert stuck is not True
+    assert kind in ("crashed_rank", "insufficient_evidence")
+    if behind:
+        assert (kind, found[0]["culprits"]) == ("crashed_rank", [2])
+
+
+def watchdog(rank: int, number: int, count: int) -> str:
+    return (
+        f"[rank{rank}]:[E1015 12:41:19.417478853 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog "
+        f"caught collective operation timeout: WorkNCCL(SeqNum={number}, OpType=ALLREDUCE, "
+        f"NumelIn={count}, NumelOut={count}, Timeout(ms)=600000) ran for 600525 milliseconds "
+        "before timing out."
+    )
+
+
+def test_what_lies_before_an_operation_that_timed_out_is_complete(tmp_path: Path) -> None:
+    job, comms, lines = whole_run("2.18", end=False)
+    for r in range(4):
+        lines[r].append(job.call(comms[0], r, "all_reduce", 200))
+    said = [watchdog(r, 7, 200) for r in range(4)]
+    kind, stuck, found = verdict(tmp_path, [*interleaved(lines.values(), random.Random(1)), *said])
+    assert (kind, stuck) == ("in_flight", False)
+    at = json.loads(found[0]["hangs_at"]) if isinstance(found[0]["hangs_at"], str) else (
+        found[0]["hangs_at"]
+    )  # fmt: skip
+    assert {h["ordinal"] for h in at if h["op"] == "all_reduce"} <= {7}
+
+
+def test_a_rank_that_is_behind_is_missed_where_the_watchdog_speaks(tmp_path: Path) -> None:
+    _, _, lines = whole_run("2.18", end=False)
+    lines[2] = lines[2][:-2]
+    said = [watchdog(r, 6, 105) for r in (0, 1, 3)]
+    kind, stuck, found = verdict(tmp_path, [*interleaved(lines.values(), random.Random(1)), *said])
+    assert (kind, stuck, found[0]["culprits"]) == ("missing_participant", None, [2])
+    assert found[0]["evidence"] == "inferred"
+
+
+def test_communicators_without_init_lines_that_are_used_in_other_orders_do_not_disagree(
+    tmp_path: Path,
+) -> None:
+    job = Job(2, "2.18")
+    a, b = job.comm([0, 1]), job.comm([0, 1])
+    lines: dict[int, list[str]] = {0: [], 1: []}
+    for k in range(5):
+        for r in (0, 1):
+            calls = [(a, "all_reduce", 10 + k), (b, "all_gather", 90 + k)]
+            lines[r] += [
+                f"[rank{r}]: {job.call(c, r, op, n, stream=0x100 if c is a else 0x200)}"
+                for c, op, n in (calls if r == 0 else reversed(calls))
+            ]
+    kind, stuck, found = verdict(tmp_path, lines[0], lines[1])
+    assert (kind, found) == ("healthy", [])
+    assert stuck is not True
+
+
+def test_restarts_in_one_file_without_a_word_about_them_keep_their_processes_apart() -> None:
+    _, _, first = whole_run("2.18", end=False, seed=1)
+    _, _, second = whole_run("2.18", seed=2)
+    again = [
+        re.sub(r"gpu-a1:7(\d+):7(\d+)", r"gpu-a1:8\1:8\2", line)
+        for line in interleaved(second.values(), random.Random(2))
+    ]
+    trace = read([*interleaved(first.values(), random.Random(1)), *again])
+    assert trace.events.height == 96
+    by_comm = trace.events.group_by("comm").agg(ranks=pl.col("rank").n_unique(), n=pl.len())
+    assert sorted(by_comm["n"].to_list()) == [12, 12, 12, 12, 24, 24]

@@ -132,6 +132,22 @@ def test_counts_of_a_report_in_text() -> None:
     assert "rank 17 (GPU 1, process 5017 on 172.16.64.2)" in places
 
 
+@pytest.mark.parametrize("begin", ["NCCL version", "Communicators...", "#0-0"])
+def test_a_report_may_lack_its_beginning(tmp_path: Path, begin: str) -> None:
+    whole = text(6649, 6650, (0, 2, 17))
+    part = whole[whole.index(begin) :]
+    (tmp_path / "ras.txt").write_text(part, encoding="utf-8")
+    found = scan([str(tmp_path)])
+    assert found.inputs.select("format", "status").row(0) == ("ras", "read")
+    assert counts(read(part)[0])[0][:3] == (0, "all_reduce", 6649)
+
+
+def test_a_report_in_json_is_known_in_any_order_of_its_keys(tmp_path: Path) -> None:
+    document = json.loads(report([{"AllReduce": 7}] * 64))
+    (tmp_path / "a.json").write_text(json.dumps(document, sort_keys=True), encoding="utf-8")
+    assert scan([str(tmp_path)]).inputs["format"].to_list() == ["ras"]
+
+
 def test_a_report_without_the_name_of_the_operation_counts_all_together() -> None:
     trace, _ = read(text(9, 10, (1,), op=""))
     assert {row[1] for row in counts(trace)} == {"collective"}
