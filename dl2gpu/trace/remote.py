@@ -239,8 +239,8 @@ class _Read:
                 self.stamp.tag or reply.stamp.tag,
             )
             size = self.stamp.size
-            if at < 0:
-                at = reply.first
+            if at < 0:  # the server may have sent all of it
+                at = reply.first if size is None else max(reply.first, size + at)
             if reply.first > at:
                 raise TruncatedError(f"asked for byte {at}, got those from {reply.first} on")
             end = size if stop is None else stop if size is None else min(stop, size)
@@ -347,7 +347,8 @@ def fetch_range(url: str, start: int, stop: int | None, stamp: Stamp | None = No
         return b""
     with remote_errors(tries=tries()):
         run(fs, _Read(fs, name, stamp, _unlimited).to, parts.append, start, stop)
-    return b"".join(parts)
+    data = b"".join(parts)
+    return data[start:] if start < 0 else data
 
 
 def fetch_head(url: str, size: int, stamp: Stamp | None) -> bytes:

@@ -61,8 +61,8 @@ def opener(fs: Any) -> Opener:
 # Stamps
 
 _TAGS: Final = (
-    ("etag", ("ETag", "etag")),
     ("generation", ("generation",)),
+    ("etag", ("ETag", "etag")),
     ("md5", ("md5Hash", "Content-MD5", "content_md5", "md5")),
     ("mtime", ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")),
 )
@@ -205,15 +205,25 @@ async def _gs(
 ) -> AsyncIterator[Reply]:
     if start >= 0:
         stop = start + BLOCK if stop is None else min(stop, start + BLOCK)
-    headers, body = await fs._call(
-        "GET", fs.url(name), headers=_range(start, stop) | {"Accept-Encoding": "identity"}
-    )
+    name_, _, tag = (stamp.tag or "").partition("=")
+    same = {"ifGenerationMatch": tag} if name_ == "generation" else {}
+    try:
+        headers, body = await fs._call(
+            "GET", fs.url(name),
+            headers=_range(start, stop) | {"Accept-Encoding": "identity"}, **same,
+        )  # fmt: skip
+    except Exception as e:
+        status = status_of(e)
+        if status == 412:
+            raise changed("another generation than when it was listed") from e
+        if status == 416 and start <= 0:  # an empty object has no byte 0
+            yield Reply(_one(b""), 0, Stamp(0))
+            return
+        raise
     lower = {str(k).lower(): v for k, v in headers.items()}
-    first, size = _extent(lower.get("content-range"), len(body), start)
-    found = stamp_of({"size": size, "ETag": lower.get("etag")})
-    if (stamp.tag or "").startswith("generation="):
-        found = stamp_of({"size": size, "generation": lower.get("x-goog-generation")})
-    yield Reply(_one(body), first, found, by_block=True)
+    first, size = _extent(lower.get("content-range"), len(body), max(0, start))
+    found = {"size": size, "generation": lower.get("x-goog-generation"), "ETag": lower.get("etag")}
+    yield Reply(_one(body), first, stamp_of(found), by_block=True)
 
 
 @asynccontextmanager

@@ -290,6 +290,10 @@ def test_http_index(site_folder: Path, *, etags: bool, ranges: bool) -> None:
     with FileServer(site_folder.parent, etags=etags, ranges=ranges).running() as server:
         report = scan(f"{server.url}/demo/")
         again = scan(f"{server.url}/demo")
+        url = f"{server.url}/demo/README.md"
+        readme = (site_folder / "README.md").read_bytes()
+        assert read_tail(url, 9) == readme[-9:]
+        assert read_head(url, 9)[0] == readme[:9]
     assert told(report) == told(again) == told(scan(str(site_folder)))
 
 
