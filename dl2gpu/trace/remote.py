@@ -26,7 +26,7 @@ from dl2gpu.trace.remote_errors import (
     remote_errors,
     transient,
 )
-from dl2gpu.trace.remote_get import changed, differs, kind_of, opener
+from dl2gpu.trace.remote_get import changed, differs, in_thread, kind_of, opener
 
 __all__ = ["download", "fetch", "fetch_head", "fetch_range", "filesystem", "parallel", "persistent"]
 
@@ -178,7 +178,7 @@ def patient(fs: Any, call: Callable[..., T], *args: Any) -> T:
     """As :func:`persistent`, of a synchronous method of a file system."""
 
     async def one() -> T:
-        return await asyncio.get_running_loop().run_in_executor(None, call, *args)
+        return await in_thread(call, *args)
 
     result: T = run(fs, persistent, one)
     return result

@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dl2gpu.trace.inputs import Stamp
 from dl2gpu.trace.remote_errors import ChangedError, TruncatedError, status_of
 
-__all__ = ["BLOCK", "Reply", "differs", "kind_of", "opener", "stamp_of"]
+__all__ = ["BLOCK", "Reply", "differs", "in_thread", "kind_of", "opener", "stamp_of"]
+
+T = TypeVar("T")
 
 BLOCK: Final = 8 << 20
 """Bytes asked for at once from stores that answer with a whole body only."""
@@ -41,6 +44,15 @@ class Reply:
 
 Opener = Callable[..., Any]
 """(file system, name, start, stop or None, Stamp) -> asynchronous context of a Reply."""
+
+
+# not the loop's own threads: those look names up, for which the calls in these may wait
+_threads: Final = ThreadPoolExecutor(32, thread_name_prefix="store")
+
+
+async def in_thread(call: Callable[..., T], *args: Any) -> T:
+    """What a synchronous call of a file system gives, while the loop goes on."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, call, *args)
 
 
 def kind_of(fs: Any) -> str:
@@ -278,7 +290,7 @@ async def _other(
         # where the look at it comes after the bytes, they are of this content or an earlier one
         return data, stamp_of(fs.info(name))
 
-    data, found = await asyncio.get_running_loop().run_in_executor(None, read)
+    data, found = await in_thread(read)
     first = start
     if start < 0:
         if found.size is None:
