@@ -235,6 +235,8 @@ async def _gs(
     lower = {str(k).lower(): v for k, v in headers.items()}
     first, size = _extent(lower.get("content-range"), len(body), max(0, start))
     found = {"size": size, "generation": lower.get("x-goog-generation"), "ETag": lower.get("etag")}
+    if same and not found["generation"]:  # a server that does not say, and may not have looked
+        found["generation"] = (await fs._info(name)).get("generation")
     yield Reply(_one(body), first, stamp_of(found), by_block=True)
 
 
