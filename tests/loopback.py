@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer = upstream.getresponse()
             body = answer.read()
             headers = dict(answer.headers.items())
-            length = int(headers.get("Content-Length") or len(body))
+            length = int(answer.headers.get("Content-Length") or len(body))
         finally:
             upstream.close()
         half = len(body) // 2

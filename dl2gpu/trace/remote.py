@@ -26,7 +26,7 @@ from dl2gpu.trace.remote_errors import (
     remote_errors,
     transient,
 )
-from dl2gpu.trace.remote_get import changed, differs, kind_of, opener
+from dl2gpu.trace.remote_get import changed, differs, in_thread, kind_of, opener
 
 __all__ = ["download", "fetch", "fetch_head", "fetch_range", "filesystem", "parallel", "persistent"]
 
@@ -178,7 +178,7 @@ def patient(fs: Any, call: Callable[..., T], *args: Any) -> T:
     """As :func:`persistent`, of a synchronous method of a file system."""
 
     async def one() -> T:
-        return await asyncio.get_running_loop().run_in_executor(None, call, *args)
+        return await in_thread(call, *args)
 
     result: T = run(fs, persistent, one)
     return result
@@ -239,8 +239,8 @@ class _Read:
                 self.stamp.tag or reply.stamp.tag,
             )
             size = self.stamp.size
-            if at < 0:
-                at = reply.first
+            if at < 0:  # the server may have sent all of it
+                at = reply.first if size is None else max(reply.first, size + at)
             if reply.first > at:
                 raise TruncatedError(f"asked for byte {at}, got those from {reply.first} on")
             end = size if stop is None else stop if size is None else min(stop, size)
@@ -347,7 +347,8 @@ def fetch_range(url: str, start: int, stop: int | None, stamp: Stamp | None = No
         return b""
     with remote_errors(tries=tries()):
         run(fs, _Read(fs, name, stamp, _unlimited).to, parts.append, start, stop)
-    return b"".join(parts)
+    data = b"".join(parts)
+    return data[start:] if start < 0 else data
 
 
 def fetch_head(url: str, size: int, stamp: Stamp | None) -> bytes:

@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dl2gpu.trace.inputs import Stamp
 from dl2gpu.trace.remote_errors import ChangedError, TruncatedError, status_of
 
-__all__ = ["BLOCK", "Reply", "differs", "kind_of", "opener", "stamp_of"]
+__all__ = ["BLOCK", "Reply", "differs", "in_thread", "kind_of", "opener", "stamp_of"]
+
+T = TypeVar("T")
 
 BLOCK: Final = 8 << 20
 """Bytes asked for at once from stores that answer with a whole body only."""
@@ -43,6 +46,15 @@ Opener = Callable[..., Any]
 """(file system, name, start, stop or None, Stamp) -> asynchronous context of a Reply."""
 
 
+# not the loop's own threads: those look names up, for which the calls in these may wait
+_threads: Final = ThreadPoolExecutor(32, thread_name_prefix="store")
+
+
+async def in_thread(call: Callable[..., T], *args: Any) -> T:
+    """What a synchronous call of a file system gives, while the loop goes on."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, call, *args)
+
+
 def kind_of(fs: Any) -> str:
     """``s3``, ``gs``, ``az``, ``http``, or ``other``."""
     protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
@@ -61,8 +73,8 @@ def opener(fs: Any) -> Opener:
 # Stamps
 
 _TAGS: Final = (
-    ("etag", ("ETag", "etag")),
     ("generation", ("generation",)),
+    ("etag", ("ETag", "etag")),
     ("md5", ("md5Hash", "Content-MD5", "content_md5", "md5")),
     ("mtime", ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")),
 )
@@ -205,15 +217,27 @@ async def _gs(
 ) -> AsyncIterator[Reply]:
     if start >= 0:
         stop = start + BLOCK if stop is None else min(stop, start + BLOCK)
-    headers, body = await fs._call(
-        "GET", fs.url(name), headers=_range(start, stop) | {"Accept-Encoding": "identity"}
-    )
+    name_, _, tag = (stamp.tag or "").partition("=")
+    same = {"ifGenerationMatch": tag} if name_ == "generation" else {}
+    try:
+        headers, body = await fs._call(
+            "GET", fs.url(name),
+            headers=_range(start, stop) | {"Accept-Encoding": "identity"}, **same,
+        )  # fmt: skip
+    except Exception as e:
+        status = status_of(e)
+        if status == 412:
+            raise changed("another generation than when it was listed") from e
+        if status == 416 and start <= 0:  # an empty object has no byte 0
+            yield Reply(_one(b""), 0, Stamp(0))
+            return
+        raise
     lower = {str(k).lower(): v for k, v in headers.items()}
-    first, size = _extent(lower.get("content-range"), len(body), start)
-    found = stamp_of({"size": size, "ETag": lower.get("etag")})
-    if (stamp.tag or "").startswith("generation="):
-        found = stamp_of({"size": size, "generation": lower.get("x-goog-generation")})
-    yield Reply(_one(body), first, found, by_block=True)
+    first, size = _extent(lower.get("content-range"), len(body), max(0, start))
+    found = {"size": size, "generation": lower.get("x-goog-generation"), "ETag": lower.get("etag")}
+    if same and not found["generation"]:  # a server that does not say, and may not have looked
+        found["generation"] = (await fs._info(name)).get("generation")
+    yield Reply(_one(body), first, stamp_of(found), by_block=True)
 
 
 @asynccontextmanager
@@ -268,7 +292,7 @@ async def _other(
         # where the look at it comes after the bytes, they are of this content or an earlier one
         return data, stamp_of(fs.info(name))
 
-    data, found = await asyncio.get_running_loop().run_in_executor(None, read)
+    data, found = await in_thread(read)
     first = start
     if start < 0:
         if found.size is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import re
@@ -26,6 +27,7 @@ from dl2gpu.trace.files import Limits, read_bytes, read_head, read_tail
 from dl2gpu.trace.inputs import Input, InputError, Stamp, TraceFile
 from dl2gpu.trace.readers import read_files
 from dl2gpu.trace.remote_errors import check_no_secret, gave_up, masked, transient
+from dl2gpu.trace.remote_get import in_thread
 
 needs_s3 = pytest.mark.skipif(
     any(importlib.util.find_spec(m) is None for m in ("s3fs", "moto", "flask")),
@@ -290,6 +292,10 @@ def test_http_index(site_folder: Path, *, etags: bool, ranges: bool) -> None:
     with FileServer(site_folder.parent, etags=etags, ranges=ranges).running() as server:
         report = scan(f"{server.url}/demo/")
         again = scan(f"{server.url}/demo")
+        url = f"{server.url}/demo/README.md"
+        readme = (site_folder / "README.md").read_bytes()
+        assert read_tail(url, 9) == readme[-9:]
+        assert read_head(url, 9)[0] == readme[:9]
     assert told(report) == told(again) == told(scan(str(site_folder)))
 
 
@@ -358,6 +364,27 @@ def test_http_credentials_of_the_environment(
         assert SECRET not in str(denied.value)
         monkeypatch.setenv("DL2GPU_HTTP_AUTHORIZATION", words)
         assert told(scan(f"{server.url}/demo/")) == told(scan(str(site_folder)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Other stores
+
+
+def test_calls_that_wait_for_the_threads_of_the_loop_do_not_block_it() -> None:
+    """As one that looks a host's name up does, which the loop gives to threads of its own."""
+    from fsspec.asyn import get_loop, sync
+
+    async def look_up() -> int:
+        return await asyncio.get_running_loop().run_in_executor(None, int, "7")
+
+    def call() -> int:
+        found: int = sync(get_loop(), look_up, timeout=60)
+        return found
+
+    async def many() -> list[int]:
+        return await asyncio.gather(*(in_thread(call) for _ in range(100)))
+
+    assert sync(get_loop(), many, timeout=100) == [7] * 100
 
 
 # --------------------------------------------------------------------------------------------------
