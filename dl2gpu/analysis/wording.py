@@ -30,7 +30,7 @@ def _at(f: Finding) -> str:
 
 def summary_of(f: Finding) -> str:
     """The finding in one or two sentences."""
-    who, others = ranks_text(f.culprits), ranks_text(f.victims)
+    who, others = ranks_text(f.culprits), ranks_text(f.victims, "some ranks")
     gone = ranks_text(f.details.get("missing_ranks", f.culprits))
     at = _at(f)
     waiting = f"{_start(others)} {'waits' if len(f.victims) == 1 else 'wait'} at {at}"
@@ -78,7 +78,8 @@ def summary_of(f: Finding) -> str:
 
 def _unclear(f: Finding, at: str, waiting: str) -> str:
     """What is not known, and why."""
-    gone, others = ranks_text(f.details.get("missing_ranks", f.culprits)), ranks_text(f.victims)
+    gone = ranks_text(f.details.get("missing_ranks", f.culprits))
+    others = ranks_text(f.victims, "some ranks")
     if f.reason == "other_attempt":
         return f"{waiting} for {gone}, whose record is of another attempt of the job."
     if "uncompared_operations" in f.details:
