@@ -65,6 +65,7 @@ _EDGES: Final = 256
 _DEPTH: Final = 16  # operations between one place and the next
 
 _RANKS: Final = 8  # ranks of a timeline
+_FEW: Final = 4  # at least so many, even if they are alike
 _EVENTS: Final = 16  # events of a rank
 _BEFORE, _AFTER = 5, 2  # events around where a rank hangs
 _AROUND: Final = 2  # events before and after where the sequences part
@@ -344,6 +345,7 @@ def _root(names: Names, g: Graph, cause: Cause, texts: _Texts) -> dict[str, Any]
         parts = k["node_part"][k["node_start"][node] : k["node_start"][node + 1]] >> 1
         if len(parts):
             e = int(parts.min())
+            out["op"] = None if cause.kind == "mismatch" else texts(names.op(e))
             out["comm"] = texts(names.label(e))
             out["ordinal"] = int(names.column("k")[e])
     return {k: v for k, v in out.items() if v is not None and v != -1}
@@ -464,10 +466,10 @@ def _shown(f: Finding) -> tuple[list[int], dict[str, int]]:
         *(r for r in sides if r is not None),
         *(ranks[0] for ranks in first.values()),
         *(ranks[1] for ranks in first.values() if len(ranks) > 1),
-        *f.culprits[3:],
-        *f.victims,
     ]
-    shown = sorted(list(dict.fromkeys(named))[:_RANKS])
+    everyone = list(dict.fromkeys([*named, *f.culprits, *f.victims]))
+    most = _RANKS if len(everyone) <= _RANKS else max(_FEW, len(dict.fromkeys(named)))
+    shown = sorted(everyone[: min(most, _RANKS)])
     alike = {}
     for ranks in first.values():
         here = [r for r in ranks if r in shown]

@@ -114,6 +114,8 @@ def place(node: Mapping[str, Any], *, numbered: bool = False) -> str:
         where = "stream" if node.get("stream") is None else f"stream {safe(node['stream'], 60)}"
     number = f" (operation {node['seq']})" if numbered and node.get("seq") is not None else ""
     them = ranks(node.get("waits_for"), "nobody in the record")
+    if node.get("op") == "wait" and node.get("waits_for") == [node.get("rank")]:
+        return f"rank {node.get('rank')} ({where}) waits{number} for its own device"
     if node.get("op") == "wait":  # what it waits in is not one operation but its requests
         return (
             f"rank {node.get('rank')} ({where}) waits for its requests{number}, which need {them}"
