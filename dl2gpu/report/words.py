@@ -7,6 +7,7 @@ All of it goes through :func:`safe` before it reaches a terminal.
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
@@ -71,9 +72,15 @@ def safe(text: object, limit: int = 300) -> str:
     """
     raw = str(text)
     cut = raw[:limit]
-    out = "".join(
-        c if unicodedata.category(c) not in _VISIBLE else c.encode("unicode_escape").decode("ascii")
-        for c in cut
+    out = (
+        cut
+        if cut.isprintable()
+        else "".join(
+            c
+            if unicodedata.category(c) not in _VISIBLE
+            else c.encode("unicode_escape").decode("ascii")
+            for c in cut
+        )
     )
     return out + (f"... ({len(raw) - limit} more characters)" if len(raw) > limit else "")
 
@@ -87,6 +94,11 @@ def call_site(stack: Sequence[str] | None) -> str | None:
     ``stack`` holds "function file:line", innermost first; where all of it belongs to the framework
     the innermost frame is given.
     """
+    return _call_site(tuple(stack or ()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _call_site(stack: tuple[str, ...]) -> str | None:
     frame = user_frame(stack)
     if not frame:
         return None
