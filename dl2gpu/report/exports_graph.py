@@ -7,6 +7,7 @@ from typing import Any, Final
 from xml.etree import ElementTree as ET
 
 from dl2gpu.report.graph_model import Box, Picture, picture_of
+from dl2gpu.report.words import safe
 
 __all__ = ["dot", "graphml"]
 
@@ -21,7 +22,7 @@ _KEYS: Final = (
 def dot(f: Mapping[str, Any], label: str) -> str:
     """``dot -Tsvg`` draws it: the circle in a cluster of its own, culprits with a bold frame."""
     picture = picture_of(f)
-    return "\n".join(_dot(picture, f"{label}: {f['kind']}")) + "\n"
+    return "\n".join(_dot(picture, f"{label}: {safe(f['kind'] or '', 60)}")) + "\n"
 
 
 def quoted(text: str) -> str:
@@ -69,7 +70,7 @@ def graphml(f: Mapping[str, Any], label: str) -> str:
     for name in ("job", "kind"):
         _add(root, "key", {"id": name, "for": "graph", "attr.name": name, "attr.type": "string"})
     graph = _add(root, "graph", {"id": "waits_for", "edgedefault": "directed"})
-    for name, text in (("job", label), ("kind", f["kind"] or "")):
+    for name, text in (("job", label), ("kind", safe(f["kind"] or "", 60))):
         _add(graph, "data", {"key": name}).text = text
     for i, box in enumerate(picture.boxes):
         node = _add(graph, "node", {"id": f"n{i}"})

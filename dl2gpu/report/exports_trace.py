@@ -1,13 +1,15 @@
 """A finding's neighbourhood in the trace event format of Chrome, which Perfetto opens.
 
-A process a rank, a thread a host lane or a stream; an operation is a slice, a matched message is a
-flow from the send to the receive, and what a place of the circle waits for is a flow as well.
+A process a rank, a thread a host lane or a stream (several where operations overlap); an operation
+is a slice, a matched message is a flow from the send to the receive, and what a place of the circle
+waits for is a flow as well.
 Source: "Trace Event Format" (the JSON array form with complete, flow, instant and metadata events).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -20,7 +22,6 @@ __all__ = ["perfetto"]
 
 _STEP_US: Final = 1000.0  # of an operation whose times are not known
 _LEAST_US: Final = 1.0
-_STREAMS: Final = 1000  # numbers of threads that are streams begin here
 
 _COLOURS: Final = {"stands": "terrible", "pending": "bad", "later": "grey", "done": "good"}
 
@@ -31,10 +32,10 @@ def perfetto(f: Mapping[str, Any], label: str) -> str:
     """JSON for https://ui.perfetto.dev or chrome://tracing; without a timeline it has no slices."""
     details = details_of(f)
     events, texts, base = events_of(details)
-    slices = _times(events)
-    rows = [*_names(events, texts, f), *_slices(events, texts, slices)]
-    rows += _messages(events, texts, slices)
-    rows += _waits(f, events, texts, slices)
+    slices, names = _placed(events, texts, _times(events))
+    rows = [*_names(names, f), *_slices(slices, texts)]
+    rows += _messages(slices, texts)
+    rows += _waits(f, slices, texts)
     said = {
         "tool": "dl2gpu",
         "finding": safe(f["id"], 40),
@@ -47,21 +48,49 @@ def perfetto(f: Mapping[str, Any], label: str) -> str:
     return msgspec.json.encode(trace).decode() + "\n"
 
 
-def _thread(e: Event) -> int:
-    return e.lane if e.stream is None else _STREAMS + e.stream
+@dataclass(frozen=True)
+class _Slice:
+    """An event on the thread ``tid`` of its rank, in microseconds."""
+
+    event: Event
+    tid: int
+    start: float
+    duration: float
 
 
-def _names(events: Sequence[Event], texts: Sequence[str], f: Mapping[str, Any]) -> Iterator[Row]:
+def _placed(
+    events: Sequence[Event], texts: Sequence[str], times: Sequence[tuple[float, float]]
+) -> tuple[list[_Slice], dict[tuple[int, int], str]]:
+    """The slices, and the names of their threads: one that overlaps goes to a thread of its own.
+
+    Slices of one thread that overlap without one holding the other would be cut.
+    """
+    ends: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    names: dict[tuple[int, int], str] = {}
+    out: list[_Slice | None] = [None] * len(events)
+    for i in sorted(range(len(events)), key=lambda i: (events[i].rank, times[i][0], i)):
+        e, (start, duration) = events[i], times[i]
+        name = f"host {e.lane}" if e.stream is None else f"stream {texts[e.stream]}"
+        tracks = ends.setdefault((e.rank, name), [])
+        at = next((x for x, (_, end) in enumerate(tracks) if end <= start), len(tracks))
+        if at == len(tracks):
+            tid = sum(rank == e.rank for rank, _ in names)
+            names[e.rank, tid] = name if not at else f"{name} ({at + 1})"
+            tracks.append((tid, 0.0))
+        tracks[at] = (tracks[at][0], start + duration)
+        out[i] = _Slice(e, tracks[at][0], start, duration)
+    return [s for s in out if s is not None], names
+
+
+def _names(names: Mapping[tuple[int, int], str], f: Mapping[str, Any]) -> Iterator[Row]:
     """Names of processes and threads."""
     blamed = set(f["culprits"] or ())
-    for rank in sorted({e.rank for e in events}):
+    for rank in sorted({rank for rank, _ in names}):
         mark = " (named as a cause)" if rank in blamed else ""
         yield _meta("process_name", rank, 0, {"name": f"rank {rank}{mark}"})
         yield _meta("process_sort_index", rank, 0, {"sort_index": rank})
-    for rank, thread in sorted({(e.rank, _thread(e)) for e in events}):
-        stream = thread >= _STREAMS
-        name = f"stream {texts[thread - _STREAMS]}" if stream else f"host {thread}"
-        yield _meta("thread_name", rank, thread, {"name": name})
+    for (rank, tid), name in sorted(names.items()):
+        yield _meta("thread_name", rank, tid, {"name": name})
 
 
 def _meta(name: str, pid: int, tid: int, args: Row) -> Row:
@@ -99,86 +128,72 @@ def _times(events: Sequence[Event]) -> list[tuple[float, float]]:
     return out
 
 
-def _slices(
-    events: Sequence[Event], texts: Sequence[str], slices: Sequence[tuple[float, float]]
-) -> Iterator[Row]:
-    for e, (start, duration) in zip(events, slices, strict=True):
+def _slices(slices: Sequence[_Slice], texts: Sequence[str]) -> Iterator[Row]:
+    for s in slices:
+        e = s.event
         status = STATUS[e.status] if 0 <= e.status < len(STATUS) else "done"
         if status == "later":
             continue  # it never began
         op = texts[e.op] if e.op is not None else "operation"
         ordinal = f" #{e.ordinal}" if e.ordinal is not None else ""
         args: Row = {"position": e.seq, "state": status}
-        for key in ("comm", "site"):
-            value = getattr(e, key)
-            if value is not None:
-                text = texts[value]
-                args[key] = (call_site([text]) or text) if key == "site" else text
+        if e.comm is not None:
+            args["comm"] = texts[e.comm]
+        if e.site is not None:
+            args["site"] = call_site([texts[e.site]]) or texts[e.site]
         if e.peer is not None:
             args["peer"] = e.peer
         yield {
             "ph": "X", "name": f"{op}{ordinal}{' (stands here)' if status == 'stands' else ''}",
-            "cat": status, "pid": e.rank, "tid": _thread(e), "ts": start, "dur": duration,
+            "cat": status, "pid": e.rank, "tid": s.tid, "ts": s.start, "dur": s.duration,
             "cname": _COLOURS[status], "args": args,
         }  # fmt: skip
 
 
-def _messages(
-    events: Sequence[Event], texts: Sequence[str], slices: Sequence[tuple[float, float]]
-) -> Iterator[Row]:
+def _messages(slices: Sequence[_Slice], texts: Sequence[str]) -> Iterator[Row]:
     """Flows of what met: from a send to its receive, along the ranks of a collective."""
-    met: dict[int, list[int]] = {}
-    for i, e in enumerate(events):
-        if e.node is not None and e.status != 3:
-            met.setdefault(e.node, []).append(i)
+    met: dict[int, list[_Slice]] = {}
+    for s in slices:
+        if s.event.node is not None and s.event.status != 3:
+            met.setdefault(s.event.node, []).append(s)
     for node, members in sorted(met.items()):
         if len(members) < 2:
             continue
-        names = {texts[events[i].op] if events[i].op is not None else "" for i in members}  # type: ignore[index]
-        message = names == {"send", "recv"}
-        ordered = sorted(
-            members,
-            key=lambda i: (message and texts[events[i].op or 0] != "send", events[i].rank),
-        )
-        kind = "message" if message else "collective"
-        yield from _flow(kind, f"m{node}", [(events[i], slices[i]) for i in ordered])
+        ops = {_op(s, texts) for s in members}
+        message = ops == {"send", "recv"}
+        ordered = sorted(members, key=lambda s: (message and _op(s, texts) != "send", s.event.rank))
+        yield from _flow("message" if message else "collective", f"m{node}", ordered)
 
 
-def _waits(
-    f: Mapping[str, Any],
-    events: Sequence[Event],
-    texts: Sequence[str],
-    slices: Sequence[tuple[float, float]],
-) -> Iterator[Row]:
+def _op(s: _Slice, texts: Sequence[str]) -> str:
+    return texts[s.event.op] if s.event.op is not None else ""
+
+
+def _waits(f: Mapping[str, Any], slices: Sequence[_Slice], texts: Sequence[str]) -> Iterator[Row]:
     """The circle: a flow from each of its places to the next, and a mark where it stands."""
     cycle = f["cycle"] or []
-    at = {
-        (e.rank, e.seq, texts[e.op] if e.op is not None else ""): (e, s)
-        for e, s in zip(events, slices, strict=True)
-    }
+    at = {(s.event.rank, s.event.seq, _op(s, texts)): s for s in slices if s.event.status != 3}
     stands = [at.get((c["rank"], c["seq"], c["op"])) for c in cycle]
     for i, (step, here) in enumerate(zip(cycle, stands, strict=True)):
         if here is None:
             continue
-        e, (start, duration) = here
         needs = ", ".join(map(str, step["waits_for"] or ()))
         yield {
-            "ph": "i", "s": "t", "name": f"waits for rank {needs}", "cat": "cycle", "pid": e.rank,
-            "tid": _thread(e), "ts": start + duration / 2,
+            "ph": "i", "s": "t", "name": f"waits for rank {needs}", "cat": "cycle",
+            "pid": here.event.rank, "tid": here.tid, "ts": here.start + here.duration / 2,
         }  # fmt: skip
         following = stands[(i + 1) % len(stands)]
         if following is not None and following is not here:
             yield from _flow("cycle: waits for", f"c{i}", [here, following])
 
 
-def _flow(
-    kind: str, ident: str, stops: Sequence[tuple[Event, tuple[float, float]]]
-) -> Iterator[Row]:
-    for i, (e, (start, duration)) in enumerate(stops):
+def _flow(kind: str, ident: str, stops: Sequence[_Slice]) -> Iterator[Row]:
+    """Arrows from slice to slice: each stop lies within its slice."""
+    for i, s in enumerate(stops):
         last = i == len(stops) - 1
-        phase = "s" if i == 0 else "f" if last else "t"
         row = {
-            "ph": phase, "name": kind, "cat": kind.partition(":")[0], "id": ident, "pid": e.rank,
-            "tid": _thread(e), "ts": start + min(duration / 2, _LEAST_US / 2),
+            "ph": "s" if i == 0 else "f" if last else "t", "name": kind,
+            "cat": kind.partition(":")[0], "id": ident, "pid": s.event.rank, "tid": s.tid,
+            "ts": s.start + min(s.duration / 2, _LEAST_US / 2),
         }  # fmt: skip
         yield row | ({"bp": "e"} if last else {})
