@@ -461,6 +461,7 @@ def _shown(f: Finding) -> tuple[list[int], dict[str, int]]:
     sides = [departed.get(side, {}).get("rank") for side in ("found", "expected")]
     named = [
         *f.culprits[:3],
+        *f.details.get("missing_ranks", ())[:3],
         *(s["rank"] for s in f.cycle[:4]),
         *([f.first_divergence["rank"]] if f.first_divergence else []),
         *(r for r in sides if r is not None),
