@@ -9,7 +9,7 @@ have written, and a graph that does not fit its form counts as none.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -69,7 +69,6 @@ class Picture:
     edges: tuple[tuple[int, int], ...] = ()
     inferred: bool = False
     places: int = 0
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def circle(self) -> int:
@@ -198,21 +197,45 @@ def _from_rows(finding: Mapping[str, Any], details: Mapping[str, Any]) -> Pictur
             together.setdefault(key, []).append(h)
     groups = sorted(together.values(), key=lambda hs: (-len(hs), hs[0]["rank"]))[:_GROUPS]
     boxes += [_standing([h["rank"] for h in hs], hs[0], blamed, "waits") for hs in groups]
-    if not cycle and groups:
+    if not cycle and not groups:
+        boxes = _sides(details.get("signatures"), blamed)
+    if not cycle and boxes:
         missing = details.get("missing_ranks")
-        absent = (
-            sorted(r for r in missing if isinstance(r, int)) if isinstance(missing, list) else []
-        )
+        listed = missing if isinstance(missing, list) else []
+        absent = sorted({r for r in listed if type(r) is int})
         fate = {"in_flight": "in_flight", "mismatch": "mismatch"}.get(finding["kind"], "missing")
         if absent or fate != "missing":
             spans = _spans(absent)
             title = _ranks(spans, len(absent)) if absent else "one operation"
-            boxes.append(
-                Box("root", title, "", FATES[fate], count=len(absent), spans=spans,
-                    blamed=bool(absent) and set(absent) <= blamed)
-            )  # fmt: skip
-            edges += [(i, len(boxes) - 1) for i in range(len(boxes) - 1)]
+            blame = bool(absent) and set(absent) <= blamed
+            edges += [(i, len(boxes)) for i in range(len(boxes))]
+            boxes.append(Box("root", title, "", FATES[fate], "", "", len(absent), blame, spans))
     return Picture(tuple(boxes), tuple(edges), False, 0)
+
+
+def _sides(signatures: object, blamed: set[int]) -> list[Box]:
+    """What each side of a mismatch called, where nobody stands still."""
+    given = signatures if isinstance(signatures, list) else []
+    out = []
+    for side in given[:_GROUPS]:
+        ranks = side.get("ranks") if isinstance(side, dict) else None
+        if isinstance(ranks, list) and ranks and all(type(r) is int for r in ranks):
+            facts = [f"{k} {safe(side[k], 20)}" for k in ("count", "dtype", "root") if k in side]
+            site = side.get("site")
+            out.append(
+                _standing(
+                    ranks,
+                    {
+                        "op": safe(side.get("op") or "an operation", 60),
+                        "comm": None,
+                        "stack": [site] if isinstance(site, str) else None,
+                    },
+                    blamed,
+                    "waits",
+                    ", ".join(facts),
+                )
+            )
+    return out
 
 
 def _standing(

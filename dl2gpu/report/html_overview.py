@@ -45,11 +45,13 @@ class History:
 
 
 _FAULTS: Final = 100  # faults listed by name
+_OPEN: Final = 20  # of them without a click
 _REASONS: Final = 50
 _TEAMS: Final = 30
 _NIGHTS: Final = 60
 _PAIRS: Final = 256  # measured stops that the calculator works with
 _FIRST_ROWS: Final = 50
+_CAUSE: Final = 24  # characters
 
 _ORDER: Final = {kind: i for i, kind in enumerate(KINDS)}
 
@@ -210,7 +212,7 @@ def _table(
             "events": j["events"],
             "hours": max((f["gpu_hours_lost"] or 0 for f in mine), default=0) or None,
             "stopped": stopped // 1_000_000 if stopped is not None else None,
-            "blamed": short(first["culprits"], "")[:80] if first else "",
+            "blamed": _few(first["culprits"]) if first else "",
             "team": of_team[t] if t else None,
             "page": pages.get(first["id"], "") if first else "",
             "id": safe(first["id"], 40) if first else "",
@@ -220,6 +222,12 @@ def _table(
             columns[c].append(value)
     names = [{"kind": k, "words": kind_words(k), "tone": TONES.get(k, "info")} for k in kinds]
     return {"columns": columns, "verdicts": names, "teams": [safe(t, 60) for t in teams]}
+
+
+def _few(numbers: Sequence[int] | None) -> str:
+    """Ranks in a column of a table."""
+    text = short(numbers, "")
+    return text if len(text) <= _CAUSE else f"{len(set(numbers or ())):,} ranks: {text[6:20]}..."
 
 
 def _first_rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -262,8 +270,8 @@ def _faults(report: Report, pages: Mapping[str, str], history: History | None) -
             }
         )  # fmt: skip
     return {
-        "rows": rows, "more": max(len(ordered) - _FAULTS, 0), "history": history is not None,
-        "hours": any(r["hours"] for r in rows),
+        "rows": rows[:_OPEN], "rest": rows[_OPEN:], "more": max(len(ordered) - _FAULTS, 0),
+        "history": history is not None, "hours": any(r["hours"] for r in rows),
     }  # fmt: skip
 
 
@@ -318,8 +326,11 @@ def _nights(history: History | None) -> dict[str, Any] | None:
                     (tone, round(50 + i * step + step * 0.12, 1), y, round(step * 0.76, 1), h)
                 )
         rows.append((str(night), {tone: c[tone] for tone in _TONES}))
-    shown = {0, len(nights) - 1, len(nights) // 2}
-    ticks = [(round(50 + (i + 0.5) * step, 1), str(nights[i][0])) for i in sorted(shown)]
+    shown = {0: "start", len(nights) // 2: "middle", len(nights) - 1: "end"}
+    ticks = [
+        (round(50 + (i + 0.5) * step, 1), str(nights[i][0]), anchor if len(shown) > 1 else "middle")
+        for i, anchor in sorted(shown.items())
+    ]
     return {"columns": columns, "rows": rows, "ticks": ticks, "most": most}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ReportError", "canonical", "check_target", "load", "save", "to_json"]
 
 JSON_NAME: Final = "report.json"
+_WRITERS: Final = 16  # a disk writes many files at once in the time of one
 _SUMMARY: Final[tuple[str, ...]] = (
     "jobs",
     "ranks",
@@ -187,9 +189,9 @@ def save(
 
             written = write_pages(report, new, history=history, owners=owners, price=price)
             names = [*reversed(written), *names]
-        for path in new.rglob("*"):
-            if path.is_file():
-                _to_disk(path)
+        files = [path for path in new.rglob("*") if path.is_file()]
+        with ThreadPoolExecutor(min(_WRITERS, len(files))) as pool:
+            list(pool.map(_to_disk, files))
         if not exists:
             try:
                 new.rename(target)

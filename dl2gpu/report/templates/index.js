@@ -54,7 +54,7 @@
       : C.present[i] < C.world[i] ? `${number(C.present[i])} of ${number(C.world[i])}`
         : number(C.world[i]);
     const cells = [["ranks", ranks, "n"], ["", C.blamed[i]], ["GPU-hours lost", hours(C.hours[i]), "n"],
-      ["stopped", when(C.stopped[i])]];
+      ["stopped", when(C.stopped[i]), "s"]];
     if (teams.length) cells.push(["", C.team[i] === null ? "" : teams[C.team[i]]]);
     cells.push(["operations", number(C.events[i]), "n"]);
     tr.append(job, said);
