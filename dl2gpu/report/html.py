@@ -199,6 +199,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
         auto_reload=False,
     )
     made.filters |= {"number": _number, "hours": _hours, "data": _data}

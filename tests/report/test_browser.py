@@ -69,7 +69,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
         page, wrong = visit.page, visit.wrong
         page.on("console", lambda m: wrong.append(f"{m.type}: {m.text}"))
         page.on("pageerror", lambda e: wrong.append(f"error: {e}"))
-        page.on("dialog", lambda d: (wrong.append(f"dialog: {d.message}"), d.dismiss()))
+        page.on("dialog", lambda d: wrong.append(f"dialog: {d.message}"))
         page.on(
             "request",
             lambda r: None if r.url.startswith(("file:", "data:")) else wrong.append(r.url),
