@@ -34,7 +34,16 @@ from dl2gpu.report.words import safe
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["INDEX", "MOST_PAGES", "PAGES_FOLDER", "History", "finding_html", "write_pages"]
+__all__ = [
+    "INDEX",
+    "MOST_PAGES",
+    "PAGES_FOLDER",
+    "History",
+    "finding_context",
+    "finding_html",
+    "fragment",
+    "write_pages",
+]
 
 MOST_PAGES: Final = 1000
 """Pages of findings; what a folder and a browser's history bear."""
@@ -91,8 +100,23 @@ def write_pages(
 
 def finding_html(report: Report, finding: Mapping[str, Any]) -> str:
     """The page of one finding by itself; ``report`` is canonical, the finding one of its rows."""
-    site = _Site.of(report, {})
-    return _page("finding", "finding.html.j2", finding_view(finding, site.context(finding)))
+    return _page(
+        "finding", "finding.html.j2", finding_view(finding, finding_context(report, finding))
+    )
+
+
+def finding_context(report: Report, finding: Mapping[str, Any]) -> Context:
+    """What the page of one finding by itself says of its job; ``report`` is canonical."""
+    return _Site.of(report, {}).context(finding)
+
+
+def fragment(template: str, view: Mapping[str, Any]) -> str:
+    """A part of somebody else's page, as of a notebook: its style concerns nothing around it."""
+    from markupsafe import Markup
+
+    css = ".dl2gpu{color-scheme:light;\n" + _file("colours.css") + _file("fragment.css")
+    css += _file("pictures.css") + "}"
+    return _environment().get_template(template).render(v=view, css=Markup(css))  # noqa: S704
 
 
 # --------------------------------------------------------------------------------------------------
@@ -211,16 +235,19 @@ def _fixed(kind: str) -> dict[str, Any]:
     """Style, script and policy, the same on all pages of a kind."""
     from markupsafe import Markup
 
-    css = re.sub(r"\n+", "\n", (_TEMPLATES / "page.css").read_text("utf-8")).strip()
-    script = (_TEMPLATES / "page.js").read_text("utf-8")
-    if kind == "index":
-        script += (_TEMPLATES / "index.js").read_text("utf-8")
+    css = f":root{{color-scheme:light dark;\n{_file('colours.css')}}}\n"
+    css += _file("pictures.css") + _file("page.css")
+    script = _file("page.js") + (_file("index.js") if kind == "index" else "")
     policy = (
         f"default-src 'none'; style-src '{_hash(css)}'; script-src '{_hash(script)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     # our own files, and no text of anybody else
     return {"css": Markup(css), "script": Markup(script), "csp": policy, "version": __version__}  # noqa: S704
+
+
+def _file(name: str) -> str:
+    return (_TEMPLATES / name).read_text("utf-8")
 
 
 def _hash(text: str) -> str:

@@ -13,6 +13,7 @@ import polars as pl
 from dl2gpu.trace.inputs import INPUTS
 
 if TYPE_CHECKING:
+    from dl2gpu.report.html_notebook import FindingView
     from dl2gpu.report.html_overview import History
 
 __all__ = ["FINDINGS", "JOBS", "KINDS", "SCHEMA", "Report"]
@@ -142,6 +143,23 @@ class Report:
         from dl2gpu.report.save import save
 
         return save(self, directory, pages=pages, history=history, owners=owners, price=price)
+
+    def explain(self, finding: str | None = None) -> FindingView:
+        """One finding to look at: by its id, or its job's name; without one, the gravest.
+
+        A notebook shows it with its pictures, ``print`` as text.
+
+        Raises:
+            ReportError: there is none, or there are several.
+        """
+        from dl2gpu.report.html_notebook import view_of
+
+        return view_of(self, finding)
+
+    def _repr_html_(self) -> str:
+        from dl2gpu.report.html_notebook import report_fragment
+
+        return report_fragment(self)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:
