@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from dl2gpu.report.graph_model import Box, Picture
+from dl2gpu.report.graph_text import fit, fit_site
 
 __all__ = ["NARROW", "WIDE", "Arrow", "Drawing", "Drawn", "draw"]
 
@@ -21,12 +22,11 @@ NARROW: Final = 360
 
 _PAD: Final = 18
 _GAP: Final = 34
-_BOX: Final = 92  # height of a box
+_LINE: Final = 16  # height of a line of a box
 _ROW: Final = 44  # between the rows
 _LABEL: Final = 30  # height of the circle's label
 _LOOP: Final = 8  # boxes of a loop
 _LAYERS: Final = 3
-_LETTER: Final = 6.7  # width of a letter at 12 px, about
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def draw(picture: Picture, width: int = WIDE) -> Drawing:
     is_circle = picture.circle > 1
     spots, rows = _loop_spots(len(loop), width)
     w = min(300, (width - 2 * _PAD - 24 - (max(rows) - 1) * _GAP) // max(rows))
-    top = _PAD + _LABEL
+    top, h = _PAD + _LABEL, _height(loop)
     boxes: list[Drawn] = []
     for box, (row, column, of) in zip(loop, spots, strict=True):
         total = of * w + (of - 1) * _GAP
         x = (width - total) // 2 + column * (w + _GAP)
-        boxes.append(_drawn(box, x, top + row * (_BOX + _ROW), w))
+        boxes.append(_drawn(box, x, top + row * (h + _ROW), w, h))
     bottom = max(b.y + b.h for b in boxes) + 16
     frame = (_PAD // 2, _PAD // 2, width - _PAD, bottom - _PAD // 2)
     arrows = _loop_arrows(boxes) if is_circle else []
@@ -105,7 +105,7 @@ def draw(picture: Picture, width: int = WIDE) -> Drawing:
                     Arrow(f"M{x} {drawn.y}C{x} {low + 20} {end} {low + 24} {end} {low + 4}", False)
                 )
         at = {number: drawn for number, drawn in standing if number >= 0}
-        y += _BOX + _ROW
+        y += standing[0][1].h + _ROW
     return Drawing(width, y - _ROW + _PAD, frame, label, tuple(boxes), tuple(arrows))
 
 
@@ -209,9 +209,11 @@ def _row(picture: Picture, layer: list[int], width: int, y: int) -> list[tuple[i
     n = len(shown)
     w = min(300, (width - 2 * _PAD - (n - 1) * (_GAP // 2)) // n)
     start = (width - n * w - (n - 1) * (_GAP // 2)) // 2
+    told = [_with_targets(picture, i, box) for i, box in shown]
+    h = _height(told)
     return [
-        (i, _drawn(_with_targets(picture, i, box), start + x * (w + _GAP // 2), y, w))
-        for x, (i, box) in enumerate(shown)
+        (i, _drawn(box, start + x * (w + _GAP // 2), y, w, h))
+        for x, ((i, _), box) in enumerate(zip(shown, told, strict=True))
     ]
 
 
@@ -224,26 +226,18 @@ def _with_targets(picture: Picture, number: int, box: Box) -> Box:
     return replace(box, where=f"{box.where}, needs {', '.join(targets[:2])}{more}".lstrip(", "))
 
 
-def _drawn(box: Box, x: int, y: int, w: int) -> Drawn:
-    room = int((w - 20) / _LETTER)
+def _drawn(box: Box, x: int, y: int, w: int, h: int) -> Drawn:
+    room = w - 20
     lines = [
-        ("t", _cut(box.title, room)), ("m", _cut(box.where, room)), ("", _cut(box.doing, room)),
-        ("m", _cut(f"of {box.comm}" if box.comm else "", room)), ("c", _cut_front(box.site, room)),
+        ("t", fit(box.title, room, 13)), ("m", fit(box.where, room, 12)),
+        ("", fit(box.doing, room, 12)),
+        ("m", fit(f"of {box.comm}" if box.comm else "", room, 12)),
+        ("c", fit_site(box.site, room, 10.5)),
     ]  # fmt: skip
-    return Drawn(box, x, y, w, _BOX, tuple((c, t) for c, t in lines if t), box.text)
+    return Drawn(box, x, y, w, h, tuple((c, t) for c, t in lines if t), box.text)
 
 
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else text[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-def _cut_front(site: str, room: int) -> str:
-    """Of a call site the end of the path says most, then the line, then the function."""
-    if len(site) <= room:
-        return site
-    path, _, function = site.partition(" in ")
-    name = path.rsplit("/", 1)[-1]
-    for shorter in (f"{name} in {function}", name):
-        if function and len(shorter) <= room:
-            return shorter
-    return "\N{HORIZONTAL ELLIPSIS}" + name[-room + 1 :]
+def _height(boxes: Sequence[Box]) -> int:
+    """Of a row of boxes: so that the one with the most to say fits."""
+    most = max(sum(map(bool, (b.title, b.where, b.doing, b.comm, b.site))) for b in boxes)
+    return 12 + _LINE * max(most, 2)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dl2gpu.report.graph_text import fit, width
 from dl2gpu.report.words import call_site, safe, utc
 
 __all__ = ["Cell", "Event", "Timeline", "events_of", "timeline_of"]
@@ -22,6 +23,7 @@ STATUS: Final = ("done", "stands", "pending", "later")
 
 _CELL: Final = 104
 _SLOT: Final = 116
+_TEXT: Final = _CELL - 14
 _HEIGHT: Final = 38
 _ROW: Final = 54
 _TOP: Final = 22
@@ -164,33 +166,35 @@ def _alike(more: int | None) -> str:
 
 
 def _columns(events: Sequence[Event]) -> list[int]:
-    """Column of each event: after the one before it, beside those it met, as far left as that goes.
+    """Column of each event: before the one after it, beside those it met, as late as that goes.
 
-    Where ranks passed operations in different orders nothing can stand beside everything that it
-    met; then each rank is a row by itself.
+    What ranks did last is what one looks for: it stands on the right. Where ranks passed operations
+    in different orders nothing can stand beside everything that it met; then each rank is a row by
+    itself.
     """
-    before: dict[int, int] = {}
+    after: dict[int, int] = {}
     last: dict[int, int] = {}
     groups: dict[int, list[int]] = {}
     for i, e in enumerate(events):
         if e.rank in last:
-            before[i] = last[e.rank]
+            after[last[e.rank]] = i
         last[e.rank] = i
         if e.node is not None and e.status in (0, 1):
             groups.setdefault(e.node, []).append(i)
     beside = [m for m in groups.values() if len(m) > 1]
     for joined in (beside, []):
-        column = [0] * len(events)
+        back = [0] * len(events)  # columns from the right
         for _ in range(len(events) + 1):
-            old = list(column)
-            for i, previous in before.items():
-                column[i] = max(column[i], column[previous] + 1)
+            old = list(back)
+            for i in reversed(range(len(events))):
+                if i in after:
+                    back[i] = max(back[i], back[after[i]] + 1)
             for members in joined:
-                most = max(column[i] for i in members)
+                most = max(back[i] for i in members)
                 for i in members:
-                    column[i] = most
-            if column == old:
-                return column
+                    back[i] = most
+            if back == old:
+                return [max(back) - b for b in back]
     return list(range(len(events)))
 
 
@@ -214,13 +218,14 @@ def _cell(e: Event, texts: Sequence[str], x: int, y: int, comms: Sequence[int | 
         if value is not None and not (status != "done" and name == "completed"):
             parts.append(f"{name} {duration(value)}")
     return Cell(
-        x, y, _cut(op + peer), _cut(comm + ordinal), status,
+        x, y, fit(op + peer, _TEXT, 11), _named(comm, ordinal), status,
         comms.index(e.comm) % _COLOURS if e.comm is not None else -1, "; ".join(parts),
     )  # fmt: skip
 
 
-def _cut(text: str, room: int = 14) -> str:
-    return text if len(text) <= room else text[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"
+def _named(comm: str, ordinal: str) -> str:
+    """The communicator, cut so that the number of the operation can be seen."""
+    return fit(comm, _TEXT - width(ordinal, 11), 11) + ordinal
 
 
 def _links(members: Sequence[tuple[Event, Cell]], texts: Sequence[str]) -> list[tuple[str, str]]:

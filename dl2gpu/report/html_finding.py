@@ -117,11 +117,11 @@ def finding_view(f: Mapping[str, Any], context: Context) -> dict[str, Any]:
 
 
 def _opened(line: Timeline | None) -> dict[str, Any] | None:
-    """The timeline with the place to which it is scrolled: where it hangs."""
+    """The timeline with the place to which it is scrolled: its end, where it hangs."""
     if line is None:
         return None
     fields = {name: getattr(line, name) for name in line.__dataclass_fields__}
-    return fields | {"hang": max((c.x for c in line.cells if c.status == "stands"), default=0)}
+    return fields | {"hang": line.width}
 
 
 def _commands(ident: str) -> str:
@@ -181,23 +181,27 @@ def _groups(f: Mapping[str, Any]) -> list[dict[str, Any]]:
     first = f["first_divergence"]
     if first is not None:
         number = f", operation {first['seq']}" if first.get("seq") is not None else ""
-        out.append(_site(f"First divergence: rank {first['rank']}{number}", first))
+        title = f"First divergence: rank {first['rank']}{number}"
+        out.append({"title": title, "sites": [_site(first)], "more": 0})
     told = {(s["rank"], s["seq"], s["op"]) for s in (f["cycle"] or [])[:_STEPS]}
     together: dict[tuple[str, tuple[str, ...]], list[dict[str, Any]]] = {}
     for h in f["hangs_at"] or []:
-        if (h["rank"], h["seq"], h["op"]) in told:
-            continue
-        together.setdefault((operation(h), tuple(h["stack"] or ())), []).append(h)
-    for hs in sorted(together.values(), key=lambda hs: (-len(hs), hs[0]["rank"])):
-        names = short([h["rank"] for h in hs])
-        verb = "hangs" if len(hs) == 1 else "hang"
-        out.append(_site(f"{names[:1].upper()}{names[1:]} {verb} in", hs[0]))
+        if (h["rank"], h["seq"], h["op"]) not in told:
+            together.setdefault((operation(h), tuple(h["stack"] or ())), []).append(h)
+    by_ranks: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for hs in together.values():
+        by_ranks.setdefault(tuple(sorted(h["rank"] for h in hs)), []).append(hs[0])
+    for who, ops in sorted(by_ranks.items(), key=lambda kv: (-len(kv[0]), kv[0])):
+        names = short(who)
+        verb = "hangs" if len(set(who)) == 1 else "hang"
+        title = f"{names[:1].upper()}{names[1:]} {verb} in"
+        sites = [_site(op) for op in ops[:_GROUPS]]
+        out.append({"title": title, "sites": sites, "more": max(len(ops) - _GROUPS, 0)})
     return out
 
 
-def _site(title: str, op: Mapping[str, Any]) -> dict[str, Any]:
+def _site(op: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "title": title,
         "words": operation(op),
         "site": call_site(op["stack"]) or "",
         "stack": _frames(op["stack"]),

@@ -92,6 +92,7 @@ def test_dot_and_graphml_hold_the_same_graph(demo_report: Report, hostile_report
             assert len(circle) == (picture.circle if picture.circle > 1 else 0)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pydot's parser
 def test_networkx_and_graphviz_read_them(demo_report: Report, tmp_path: Path) -> None:
     networkx = pytest.importorskip("networkx", reason="NetworkX is not installed")
     pydot = pytest.importorskip("pydot", reason="pydot is not installed")

@@ -20,6 +20,7 @@ import pytest
 from dl2gpu.report import html
 from dl2gpu.report.graph_layout import NARROW, WIDE, draw
 from dl2gpu.report.graph_model import Box, Picture, picture_of
+from dl2gpu.report.graph_text import fit, fit_site, width
 from dl2gpu.report.graph_timeline import timeline_of
 from dl2gpu.report.html import History
 from dl2gpu.report.html_overview import measured, team_of
@@ -462,15 +463,15 @@ def picture(circle: int, waits: int, root: bool = False) -> Picture:
     return Picture(tuple(boxes), tuple(edges))
 
 
-@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("size", [WIDE, NARROW])
 @pytest.mark.parametrize("circle", [0, 1, 2, 3, 4, 5, 7, 8, 9, 40])
 @pytest.mark.parametrize("waits", [0, 1, 3, 30])
-def test_boxes_lie_inside_and_apart(circle: int, waits: int, width: int) -> None:
-    drawing = draw(picture(circle, waits, root=not circle), width)
+def test_boxes_lie_inside_and_apart(circle: int, waits: int, size: int) -> None:
+    drawing = draw(picture(circle, waits, root=not circle), size)
     assert 0 < drawing.height <= 1100
     for box in drawing.boxes:
         assert box.x >= 0
-        assert box.x + box.w <= width
+        assert box.x + box.w <= size
         assert box.y >= 0
         assert box.y + box.h <= drawing.height
         assert all(line for _, line in box.lines)
@@ -500,8 +501,8 @@ def test_every_finding_of_the_cases_has_its_pictures(shared: Path, tmp_path: Pat
         details = json.loads(f["details"])
         drawn = picture_of(f, details)
         assert drawn.boxes, f["id"]
-        for width in (WIDE, NARROW):
-            assert draw(drawn, width).height < 1100
+        for size in (WIDE, NARROW):
+            assert draw(drawn, size).height < 1100
         line = timeline_of(details)
         if line is None:
             continue
@@ -521,3 +522,48 @@ def test_picture_of_4096_ranks_is_as_small_as_that_of_4(
     (page,) = (tmp_path / "out").glob("findings-*/*.html")
     assert page.stat().st_size < 60_000
     assert "4,095 ranks: 0-2, 4-4095" in page.read_text()
+
+
+def test_text_is_cut_to_its_room() -> None:
+    wide = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 40
+    for text in ("", "all_reduce #7", "PIPELINE_MODEL_PARALLEL_GROUP (43)", wide):
+        for room in (20, 60, 200):
+            cut = fit(text, room, 12)
+            assert width(cut, 12) <= room
+            assert cut == text or cut.endswith("\N{HORIZONTAL ELLIPSIS}")
+    site = "/workspace/lab/compile.py:41 in agree_shapes"
+    wanted = [site, "compile.py:41 in agree_shapes", "compile.py:41"]
+    assert [fit_site(site, r, 10) for r in (400, 200, 100)] == wanted
+
+
+def test_every_style_sheet_closes_what_it_opens() -> None:
+    for path in Path(html.__file__).with_name("templates").glob("*.css"):
+        text = path.read_text()
+        depth = [text[: i + 1].count("{") - text[: i + 1].count("}") for i in range(len(text))]
+        assert min(depth) >= 0
+        assert depth[-1] == 0
+        assert text.endswith((";\n", "}\n"))
+
+
+def test_what_ranks_did_last_stands_on_the_right() -> None:
+    """Each rank's operations in order; those that met in one column; the last ones at the end."""
+    rows = [
+        [0, 0, 0, 0, None, None, None, None, None, 0, 0, None, None, None],
+        [0, 0, 1, 0, None, None, None, None, None, 1, None, None, None, None],
+        [1, 0, 0, 0, None, None, None, None, None, 0, None, None, None, None],
+        [1, 0, 1, 0, None, None, None, None, None, 0, 0, None, None, None],
+        [2, 0, 7, 0, None, None, None, None, None, 0, None, None, None, None],
+    ]
+    line = timeline_of({"timeline": {"texts": ["send"], "events": rows}}, {"rank": 0, "seq": 1})
+    assert line is not None
+    x = {(c.y, c.x) for c in line.cells}
+    columns = sorted({c.x for c in line.cells})
+    assert [columns.index(c.x) for c in line.cells] == [1, 2, 0, 1, 2]
+    assert len(x) == 5
+    assert [c.parted for c in line.cells] == [False, True, False, False, False]
+    crossed = [r[:] for r in rows[:4]]
+    crossed[1][9:11] = [0, 1]
+    crossed[2][10] = 1  # rank 0 passed 0 then 1, rank 1 the other way round
+    line = timeline_of({"timeline": {"texts": ["send"], "events": crossed}})
+    assert line is not None
+    assert len({(c.y, c.x) for c in line.cells}) == 4

@@ -43,8 +43,7 @@
   }
   // a long timeline opens where it hangs
   for (const pane of document.querySelectorAll(".tl .x")) {
-    const at = Number(pane.dataset.at || 0);
-    pane.scrollLeft = Math.max(0, at - pane.clientWidth * 0.7);
+    pane.scrollLeft = Number(pane.dataset.at || 0);
   }
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
