@@ -31,11 +31,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.fingerprint import fingerprint
@@ -107,7 +107,7 @@ def pictured(names: Names, findings: Iterable[Finding]) -> list[Finding]:
         if key not in seen:
             seen.add(key)
             if id(g) not in index:
-                index[id(g)] = _Edges.of(g)
+                index[id(g)] = _Edges.of(names, g)
             f = replace(f, details=f.details | {"graph": _graph(names, index[id(g)], cause, f)})
         out.append(f)
     return out
@@ -117,17 +117,32 @@ def pictured(names: Names, findings: Iterable[Finding]) -> list[Finding]:
 class _Edges:
     """The edges of a graph by either end: int64[edges] in order, and where each vertex begins."""
 
+    names: Names
     g: Graph
     out_at: Array
     out: Array
     in_at: Array
     into: Array
 
+    @cached_property
+    def rank_number(self) -> Array:
+        """The global number of each rank row."""
+        out: Array = self.g.program.matching.prepared.ranks["rank"].to_numpy()
+        return out
+
+    @cached_property
+    def kinds(self) -> Array:
+        """int64[comms]: a number for what each communicator is for; siblings have the same."""
+        kinds = np.asarray(self.names.comm_kinds)
+        out: Array = np.unique(kinds, return_inverse=True)[1] if len(kinds) else np.zeros(1, int)
+        return out
+
     @staticmethod
-    def of(g: Graph) -> _Edges:
+    def of(names: Names, g: Graph) -> _Edges:
         ends = np.arange(g.size + 1)
         by_src, by_dst = np.argsort(g.src, kind="stable"), np.argsort(g.dst, kind="stable")
         return _Edges(
+            names,
             g,
             np.searchsorted(g.src[by_src], ends),
             g.dst[by_src],
@@ -160,72 +175,78 @@ def _graph(names: Names, e: _Edges, cause: Cause, f: Finding) -> dict[str, Any]:
     lead = _lead(e, cause.vertices)
     places = _places(names, e, lead[is_place(e.g, lead) & e.g.stuck[lead]], f)
     texts = _Texts()
-    table = _numbered_groups(names, places)
-    groups = _grouped(names, table, texts)
+    _number_groups(e, places)
+    groups = _grouped(names, places, texts)
     roots = [_root(names, e.g, cause, texts)] if cause.kind != "cycle" else []
-    edges = _edges(e, lead, table, cause.vertices if roots else None, len(groups))
+    edges = _edges(e, lead, places, cause.vertices if roots else None, len(groups))
     return {
         "texts": texts.all,
         "groups": groups + roots,
         "edges": edges[:_EDGES].tolist(),
         "inferred": cause.inferred,
-        "places": places.height,
+        "places": len(places["vertex"]),
     }
 
 
-def _places(names: Names, e: _Edges, vertices: Array, f: Finding) -> pl.DataFrame:
-    """One row a place: vertex, rank, where it stands, its step of the circle (null: none).
+Places = dict[str, Array]
+"""Columns of places, a row a place."""
+
+
+def _places(names: Names, e: _Edges, vertices: Array, f: Finding) -> Places:
+    """One row a place: vertex, rank, where it stands, its step of the circle (-1: none).
 
     A place that stands in a wait is shown with the operation that it waits for, where that is one
     of its own rank and occupies no stream.
 
-    Of a rank that stands at several places only one is kept for each step: where it waits for its
-    own device, what the device stands in.
+    Of a rank that stands at several places only one is kept beside those on the circle (others are
+    ``folded``): where it waits for its own device, what the device stands in. ``lead`` is the row
+    of the place that stands for the rank.
     """
     g, lay = e.g, e.g.fix.layout
-    row = np.full(len(vertices), 0, np.int64)
-    event = np.full(len(vertices), 0, np.int64)
+    row = np.zeros(len(vertices), np.int64)
+    heads = np.zeros(len(vertices), np.int64)
     host = vertices < g.queue0
     queue = (vertices >= g.queue0) & (vertices < g.node0)
     silent = vertices >= g.rank0
-    row[host], event[host] = lay.lane_rank[vertices[host]], g.fix.lane_at[vertices[host]]
+    row[host], heads[host] = lay.lane_rank[vertices[host]], g.fix.lane_at[vertices[host]]
     at = vertices[queue] - g.queue0
-    row[queue], event[queue] = lay.queue_rank[at], g.fix.queue_at[at]
+    row[queue], heads[queue] = lay.queue_rank[at], g.fix.queue_at[at]
     at = vertices[silent] - g.rank0
-    row[silent], event[silent] = at, g.silent_at[at]
-    heads = event
+    row[silent], heads[silent] = at, g.silent_at[at]
     event = _needed(names, e, vertices, heads)
     stack = names.column("stack")[event].astype(np.int64)
     sites = names.sites
-    steps = pl.DataFrame(
-        [(s["rank"], s["place"] == "stream", s["seq"], i) for i, s in enumerate(f.cycle)],
-        schema={"rank": pl.Int32, "stream": pl.Boolean, "seq": pl.Int64, "step": pl.Int32},
-        orient="row",
-    ).unique(["rank", "stream", "seq"], keep="first")
-    return (
-        pl.DataFrame(
-            {
-                "vertex": vertices,
-                "event": event,
-                "rank": g.program.matching.prepared.ranks["rank"].to_numpy()[row].astype(np.int32),
-                "stream": queue,
-                "seq": names.column("seq")[heads].astype(np.int64),
-                "waits": event != heads,
-                "op": names.column("op")[event].astype(np.int64),
-                "comm": names.column("comm")[event].astype(np.int64),
-                "k": names.column("k")[event].astype(np.int64),
-                "site": np.where(stack >= 0, sites[np.maximum(stack, 0)] if len(sites) else 0, -1),
-            }
-        )
-        .join(steps, on=["rank", "stream", "seq"], how="left")
-        # the others of the same rank: first those on the circle, then what is no mere wait
-        .sort(pl.col("step").is_null(), pl.col("op") == OP["wait"], "rank", "event", "vertex")
-        .with_columns(
-            lead=pl.col("event").first().over("rank"),
-            leads=pl.col("step").is_not_null().first().over("rank"),
-        )
-        .with_columns(folded=pl.col("step").is_null() & (pl.col("event") != pl.col("lead")))
-    )
+    p: Places = {
+        "vertex": vertices,
+        "event": event,
+        "rank": e.rank_number[row].astype(np.int64),
+        "stream": queue.astype(np.int64),
+        "seq": names.column("seq")[heads].astype(np.int64),
+        "waits": (event != heads).astype(np.int64),
+        "site": np.where(stack >= 0, sites[np.maximum(stack, 0)] if len(sites) else 0, -1),
+    }
+    p |= {c: names.column(c)[event].astype(np.int64) for c in ("op", "comm", "k")}
+    p["step"] = step = _steps(f, p)
+    # of a rank, first what is on the circle, then what is no mere wait
+    order = np.lexsort((vertices, event, p["op"] == OP["wait"], step < 0))
+    _, first, of_rank = np.unique(p["rank"][order], return_index=True, return_inverse=True)
+    p["lead"] = np.empty(len(vertices), np.int64)
+    p["lead"][order] = order[first][of_rank]
+    p["folded"] = (step < 0) & (event != event[p["lead"]])
+    return p
+
+
+def _steps(f: Finding, p: Places) -> Array:
+    """int64: which step of the finding's circle each place is; -1: none."""
+    out = np.full(len(p["vertex"]), -1, np.int64)
+    if f.cycle:
+        number: dict[tuple[int, int, int], int] = {}
+        for i, s in enumerate(f.cycle):
+            number.setdefault((s["rank"], int(s["place"] == "stream"), s["seq"]), i)
+        on = np.flatnonzero(np.isin(p["rank"], [s["rank"] for s in f.cycle]))
+        keys = zip(*(p[c][on].tolist() for c in ("rank", "stream", "seq")), strict=True)
+        out[on] = [number.get(key, -1) for key in keys]
+    return out
 
 
 def _needed(names: Names, e: _Edges, vertices: Array, heads: Array) -> Array:
@@ -247,86 +268,91 @@ def _needed(names: Names, e: _Edges, vertices: Array, heads: Array) -> Array:
     return out
 
 
-def _numbered_groups(names: Names, places: pl.DataFrame) -> pl.DataFrame:
-    """``places`` with ``group``, and ``circle`` and ``others``: what kind of group that is.
+def _number_groups(e: _Edges, p: Places) -> None:
+    """Adds ``group``, and ``others``: places of the group of what is too rare for one of its own.
 
     The places of the circle come first, in its order; the middle of a long one is one group. Those
     off the circle are grouped by where they stand, or, if that makes too many, by what kind of
     place that is; the rarest of those are one group.
     """
-    last = places["step"].max()
-    own = pl.col("step")
-    if isinstance(last, int) and last >= _CYCLE:
+    own = p["step"].copy()
+    last = int(own.max(initial=-1))
+    if last >= _CYCLE:
         head, tail = _CYCLE // 2, last - _CYCLE // 2 + 1
-        own = pl.when(own.is_between(head, tail)).then(head).otherwise(own)
-    numbers: dict[str, int] = {}
-    kinds = np.array(
-        [numbers.setdefault(k, len(numbers)) for k in names.comm_kinds] or [0], np.int64
-    )
-    comm = places["comm"].to_numpy()
-    table = places.with_columns(
-        own=own.cast(pl.Int32), kind=pl.Series(np.where(comm >= 0, kinds[comm], -1), dtype=pl.Int64)
-    )
-    free = table.filter(pl.col("own").is_null() & ~pl.col("folded"))
-    by = ["stream", "waits", "op", "comm", "k", "site"]
-    if free.select(by).n_unique() > _GROUPS:
-        by = ["stream", "waits", "op", "kind", "site"]
-    waiting = (
-        free.group_by(by)
-        .agg(n=pl.col("rank").n_unique(), first=pl.col("rank").min())
-        .sort(["n", "first", *by], descending=[True, *[False] * (1 + len(by))])
-        .with_row_index("number")
-        .select(*by, pl.col("number").clip(0, _GROUPS).cast(pl.Int64))
-    )
-    steps = table["own"].drop_nulls().unique().sort()
-    circle = pl.DataFrame(
-        {"own": steps, "at": range(len(steps))}, schema={"own": pl.Int32, "at": pl.Int64}
-    )
-    group = pl.coalesce("at", pl.col("number") + len(steps))
-    return (
-        table.join(circle, on="own", how="left", maintain_order="left")
-        .join(waiting, on=by, how="left", maintain_order="left", nulls_equal=True)
-        # a place that is folded goes with the others of its rank
-        .with_columns(
-            group=pl.when("folded").then(group.first().over("rank")).otherwise(group),
-            circle=pl.col("at").is_not_null(),
-            others=(pl.col("number") == _GROUPS).fill_null(False) & pl.col("at").is_null(),
-        )
-    )
+        own[(own >= head) & (own <= tail)] = head
+    steps = np.unique(own[own >= 0])
+    group = np.searchsorted(steps, own)
+    free = (own < 0) & ~p["folded"]
+    columns = [p[c][free] for c in ("stream", "waits", "op", "site", "comm", "k")]
+    of = _alike(columns)
+    if of.max(initial=-1) >= _GROUPS:
+        comm = columns[4]
+        of = _alike([*columns[:4], np.where(comm >= 0, e.kinds[comm], -1)])
+    ranks = p["rank"][free]
+    many = int(of.max(initial=-1)) + 1
+    lowest = np.full(many, np.iinfo(np.int64).max)
+    np.minimum.at(lowest, of, ranks)
+    # a rank is in one of these groups only: no two have the same lowest rank
+    pairs = np.unique(np.stack([of, ranks]), axis=1)
+    size = np.bincount(pairs[0], minlength=many)
+    number = np.empty(many, np.int64)
+    number[np.lexsort((lowest, -size))] = np.arange(many)
+    group[free] = len(steps) + np.minimum(number, _GROUPS)[of]
+    p["others"] = np.zeros(len(own), np.bool_)
+    p["others"][free] = number[of] >= _GROUPS
+    # a place that is folded goes with the others of its rank
+    p["group"] = np.where(p["folded"], group[p["lead"]], group)
 
 
-def _grouped(names: Names, table: pl.DataFrame, texts: _Texts) -> list[dict[str, Any]]:
-    shown = table.filter(~pl.col("folded")).sort("group", "rank", "event", "vertex")
-    return [_group(names, part, texts) for part in shown.partition_by("group", maintain_order=True)]
+def _alike(columns: Sequence[Array]) -> Array:
+    """int64: a number for each row; rows that agree in all columns have the same."""
+    out = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        values = np.unique(column, return_inverse=True)[1]
+        out = np.unique(out * (int(values.max(initial=0)) + 1) + values, return_inverse=True)[1]
+    return out.astype(np.int64)
 
 
-def _group(names: Names, part: pl.DataFrame, texts: _Texts) -> dict[str, Any]:
+def _grouped(names: Names, p: Places, texts: _Texts) -> list[dict[str, Any]]:
+    shown = np.flatnonzero(~p["folded"])
+    shown = shown[np.lexsort(tuple(p[c][shown] for c in ("vertex", "event", "rank", "group")))]
+    cuts = np.flatnonzero(np.diff(p["group"][shown])) + 1
+    return [_group(names, p, rows, texts) for rows in np.split(shown, cuts) if len(rows)]
+
+
+def _group(names: Names, p: Places, rows: Array, texts: _Texts) -> dict[str, Any]:
     """One group of places: what all of them have in common, and the ranks."""
-    e = int(part["event"][0])
-    others = bool(part["others"][0])
-    same = {c: part[c].n_unique() == 1 for c in ("stream", "op", "comm", "k", "site", "seq")}
-    role = "cycle" if part["circle"][0] else "waits"
-    out: dict[str, Any] = {"role": role, **_ranks(part["rank"])}
+    first = rows[0]
+    e = int(p["event"][first])
+    others = bool(p["others"][first])
+    same = {
+        c: bool((p[c][rows] == p[c][first]).all()) for c in ("stream", "op", "comm", "k", "site")
+    }
+    on_stream = bool(p["stream"][first])
+    out: dict[str, Any] = {
+        "role": "cycle" if p["step"][first] >= 0 else "waits",
+        **_ranks(p["rank"][rows]),
+    }
     if not others and same["stream"]:
-        out["place"] = "stream" if part["stream"][0] else "host"
-    if not others and part["waits"].all():
+        out["place"] = "stream" if on_stream else "host"
+    if not others and p["waits"][rows].all():
         out["waits"] = 1
     if not others and same["op"]:
         out["op"] = texts(names.op(e))
     if same["comm"]:
         out["comm"] = texts(names.label(e))
-    if same["comm"] and same["k"] and part["k"][0] >= 0 and names.comm(e) is not None:
-        out["ordinal"] = int(part["k"][0])
-    if part.height == 1:
-        out["seq"] = int(part["seq"][0])
+    if same["comm"] and same["k"] and p["k"][first] >= 0 and names.comm(e) is not None:
+        out["ordinal"] = int(p["k"][first])
+    if len(rows) == 1:
+        out["seq"] = int(p["seq"][first])
         stream = int(names.column("stream")[e])
-        out["stream"] = texts(names.text(stream)) if part["stream"][0] else None
+        out["stream"] = texts(names.text(stream)) if on_stream else None
     if not others and same["site"]:
         out["site"] = texts(names.site(e))
     return {k: v for k, v in out.items() if v is not None}
 
 
-def _ranks(ranks: pl.Series | Sequence[int]) -> dict[str, Any]:
+def _ranks(ranks: Array | Sequence[int]) -> dict[str, Any]:
     """``ranks`` as the first spans, and how many there are."""
     numbers = np.unique(np.asarray(ranks, dtype=np.int64))
     ends = np.flatnonzero(np.diff(numbers) != 1)
@@ -351,27 +377,27 @@ def _root(names: Names, g: Graph, cause: Cause, texts: _Texts) -> dict[str, Any]
     return {k: v for k, v in out.items() if v is not None and v != -1}
 
 
-def _edges(e: _Edges, lead: Array, table: pl.DataFrame, root: Array | None, number: int) -> Array:
+def _edges(e: _Edges, lead: Array, p: Places, root: Array | None, number: int) -> Array:
     """int64[n, 2], sorted: groups that wait for groups, through operations and ranks.
 
     ``root``: vertices of the root, which is the group ``number``.
     """
-    group = np.full(e.g.size, -1, np.int64)
-    group[table["vertex"].to_numpy()] = table["group"].to_numpy()
-    inside = np.zeros(e.g.size, np.bool_)
-    inside[lead] = True
+    # by position in ``lead``, which is sorted and holds all places and the root
+    group = np.full(len(lead), -1, np.int64)
+    group[np.searchsorted(lead, p["vertex"])] = p["group"]
     final = group.copy()
     if root is not None:
-        final[root] = number
-    vertices = lead[group[lead] >= 0]
-    pairs = np.stack([group[vertices], vertices], axis=1)
+        final[np.searchsorted(lead, root)] = number
+    start = np.flatnonzero(group >= 0)
+    pairs = np.stack([group[start], start], axis=1)
     seen = pairs[:0]
     found = [pairs[:0]]
     for _ in range(_DEPTH):
-        x, to = _next(e.out_at, e.out, pairs[:, 1])
+        x, vertex = _next(e.out_at, e.out, lead[pairs[:, 1]])
         owner = pairs[x, 0]
-        keep = inside[to]
-        owner, to = owner[keep], to[keep]
+        to = np.minimum(np.searchsorted(lead, vertex), len(lead) - 1)
+        inside = lead[to] == vertex
+        owner, to = owner[inside], to[inside]
         at = final[to]
         ends = at >= 0
         found.append(np.stack([owner[ends], at[ends]], axis=1))
@@ -497,15 +523,15 @@ def _rows(
     names: Names, events: list[int], at: set[int], issued: Array, completed: Array
 ) -> dict[str, Any]:
     texts = _Texts()
-    columns = {c: names.column(c) for c in ("rank", "lane", "seq", "k", "peer", "stream", "node")}
+    named = ("rank", "lane", "seq", "k", "peer", "stream", "node")
+    columns = {c: names.column(c)[events].tolist() for c in named}
     times = [names.column(c)[events] for c in ("t_created", "t_started", "t_completed")]
     known = np.concatenate([t[t > 0] for t in times])
     base = int(known.min()) if len(known) else None
-    met = columns["node"][events]
-    number = {int(n): i for i, n in enumerate(dict.fromkeys(met[met >= 0].tolist()))}
+    number = {n: i for i, n in enumerate(dict.fromkeys(n for n in columns["node"] if n >= 0))}
     rows = []
     for x, e in enumerate(events):
-        value = {c: int(columns[c][e]) for c in columns}
+        value = {c: values[x] for c, values in columns.items()}
         comm = names.label(e)
         if e in at:
             status = 1
