@@ -100,9 +100,8 @@ def write_pages(
 
 def finding_html(report: Report, finding: Mapping[str, Any]) -> str:
     """The page of one finding by itself; ``report`` is canonical, the finding one of its rows."""
-    return _page(
-        "finding", "finding.html.j2", finding_view(finding, finding_context(report, finding))
-    )
+    view = finding_view(finding, finding_context(report, finding))
+    return _page("finding", "finding.html.j2", view | {"alone": True})
 
 
 def finding_context(report: Report, finding: Mapping[str, Any]) -> Context:

@@ -76,6 +76,7 @@ def finding_view(f: Mapping[str, Any], context: Context) -> dict[str, Any]:
     groups = _groups(f)
     return {
         "id": safe(f["id"], 40),
+        "alone": False,
         "job": context.label,
         "kind": kind_words(kind),
         "kind_words": kind_words(kind),

@@ -18,6 +18,7 @@ import polars as pl
 import pytest
 
 from dl2gpu.report import html
+from dl2gpu.report.exports import export
 from dl2gpu.report.graph_layout import NARROW, WIDE, draw
 from dl2gpu.report.graph_model import Box, Picture, picture_of
 from dl2gpu.report.graph_text import fit, fit_site, width
@@ -567,3 +568,11 @@ def test_what_ranks_did_last_stands_on_the_right() -> None:
     line = timeline_of({"timeline": {"texts": ["send"], "events": crossed}})
     assert line is not None
     assert len({(c.y, c.x) for c in line.cells}) == 4
+
+
+def test_a_page_by_itself_leads_nowhere(report: Report, tmp_path: Path) -> None:
+    path = tmp_path / "one.html"
+    path.write_text(export(report, "html", "c1"))
+    page = Page(path)
+    assert [a["href"] for a in page.all("a")] == ["#main"]
+    assert "inverted-a" in page.text
