@@ -23,6 +23,7 @@ NARROW: Final = 360
 _PAD: Final = 18
 _GAP: Final = 34
 _LINE: Final = 16  # height of a line of a box
+_BOLD: Final = 14.5  # bold letters of 13 pixels are as wide as others of this size
 _ROW: Final = 44  # between the rows
 _LABEL: Final = 30  # height of the circle's label
 _LOOP: Final = 8  # boxes of a loop
@@ -92,10 +93,10 @@ def draw(picture: Picture, width: int = WIDE) -> Drawing:
     y = bottom + _ROW
     for depth, layer in enumerate(layers):
         standing = _row(picture, layer, width, y)
-        for number, drawn in standing:
+        for members, drawn in standing:
             boxes.append(drawn)
             x = drawn.x + drawn.w // 2
-            target = next((at[b] for a, b in picture.edges if a == number and b in at), None)
+            target = next((at[b] for a, b in picture.edges if a in members and b in at), None)
             if depth == 0 or target is None:
                 arrows.append(Arrow(f"M{x} {drawn.y}V{y - _ROW + 4}", False))
             else:
@@ -104,7 +105,7 @@ def draw(picture: Picture, width: int = WIDE) -> Drawing:
                 arrows.append(
                     Arrow(f"M{x} {drawn.y}C{x} {low + 20} {end} {low + 24} {end} {low + 4}", False)
                 )
-        at = {number: drawn for number, drawn in standing if number >= 0}
+        at = {number: drawn for members, drawn in standing for number in members}
         y += standing[0][1].h + _ROW
     return Drawing(width, y - _ROW + _PAD, frame, label, tuple(boxes), tuple(arrows))
 
@@ -139,7 +140,7 @@ def _rest(boxes: Sequence[Box], role: str) -> Box:
     ranks = sum(b.count for b in boxes)
     kinds = {b.doing for b in boxes}
     doing = kinds.pop() if len(kinds) == 1 else "in other operations"
-    return Box(role, f"{ranks:,} more ranks", f"{len(boxes)} places", doing, count=ranks)
+    return Box(role, f"{ranks:,} more ranks", f"{len(boxes)} groups of places", doing, count=ranks)
 
 
 def _loop_spots(n: int, width: int) -> tuple[list[tuple[int, int, int]], list[int]]:
@@ -200,26 +201,28 @@ def _between(a: Drawn, b: Drawn, boxes: Sequence[Drawn]) -> str:
     return f"M{ax} {start}V{end}" if ax == bx else f"M{ax} {start}V{middle}H{bx}V{end}"
 
 
-def _row(picture: Picture, layer: list[int], width: int, y: int) -> list[tuple[int, Drawn]]:
-    """(number, box) of a row of those that wait; the rest of a full row is one box, number -1."""
+def _row(picture: Picture, layer: list[int], width: int, y: int) -> list[tuple[list[int], Drawn]]:
+    """(numbers, box) of a row of those that wait; the rest of a full row is one box."""
     columns = 4 if width >= WIDE // 2 else 2
-    shown = [(i, picture.boxes[i]) for i in layer[:columns]]
+    shown = [([i], _with_targets(picture, i)) for i in layer[:columns]]
     if len(layer) > columns:
-        shown[-1] = (-1, _rest([picture.boxes[i] for i in layer[columns - 1 :]], "waits"))
+        rest = layer[columns - 1 :]
+        shown[-1] = (rest, _rest([picture.boxes[i] for i in rest], "waits"))
     n = len(shown)
     w = min(300, (width - 2 * _PAD - (n - 1) * (_GAP // 2)) // n)
     start = (width - n * w - (n - 1) * (_GAP // 2)) // 2
-    told = [_with_targets(picture, i, box) for i, box in shown]
-    h = _height(told)
+    h = _height([box for _, box in shown])
     return [
-        (i, _drawn(box, start + x * (w + _GAP // 2), y, w, h))
-        for x, ((i, _), box) in enumerate(zip(shown, told, strict=True))
+        (members, _drawn(box, start + x * (w + _GAP // 2), y, w, h))
+        for x, (members, box) in enumerate(shown)
     ]
 
 
-def _with_targets(picture: Picture, number: int, box: Box) -> Box:
+def _with_targets(picture: Picture, number: int) -> Box:
     """The box with whom it needs, where there is more than one that it could be."""
-    targets = [picture.boxes[b].title for a, b in picture.edges if a == number]
+    box = picture.boxes[number]
+    needed = [picture.boxes[b].title for a, b in picture.edges if a == number]
+    targets = [title.partition(":")[0] for title in needed]
     if not targets or sum(b.role != "waits" for b in picture.boxes) < 2:
         return box
     more = ", ..." if len(targets) > 2 else ""
@@ -229,7 +232,7 @@ def _with_targets(picture: Picture, number: int, box: Box) -> Box:
 def _drawn(box: Box, x: int, y: int, w: int, h: int) -> Drawn:
     room = w - 20
     lines = [
-        ("t", fit(box.title, room, 13)), ("m", fit(box.where, room, 12)),
+        ("t", fit(box.title, room, _BOLD)), ("m", fit(box.where, room, 12)),
         ("", fit(box.doing, room, 12)),
         ("m", fit(f"of {box.comm}" if box.comm else "", room, 12)),
         ("c", fit_site(box.site, room, 10.5)),

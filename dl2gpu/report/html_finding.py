@@ -40,6 +40,7 @@ _SAME: Final = 30
 _RAW: Final = 20_000
 _ROWS: Final = 24
 _TEXT: Final = 240  # characters of a list of ranks
+_TITLE: Final = 80  # and of one in a title
 _DRAWN: Final = frozenset({"graph", "timeline", "last_operations"})
 
 
@@ -118,11 +119,12 @@ def finding_view(f: Mapping[str, Any], context: Context) -> dict[str, Any]:
 
 
 def _opened(line: Timeline | None) -> dict[str, Any] | None:
-    """The timeline with the place to which it is scrolled: its end, where it hangs."""
+    """The timeline with the place to which it is scrolled: just before where it hangs."""
     if line is None:
         return None
     fields = {name: getattr(line, name) for name in line.__dataclass_fields__}
-    return fields | {"hang": line.width}
+    stands = min((c.x for c in line.cells if c.status == "stands"), default=line.width)
+    return fields | {"hang": max(stands - line.cell[0], 0)}
 
 
 def _commands(ident: str) -> str:
@@ -130,12 +132,12 @@ def _commands(ident: str) -> str:
     return "\n".join(f"dl2gpu explain DIR {ident} --format {form}" for form in forms)
 
 
-def short(numbers: Sequence[int] | None, none: str = "none") -> str:
+def short(numbers: Sequence[int] | None, none: str = "none", limit: int = _TEXT) -> str:
     """Ranks folded; the beginning only where they are many and scattered."""
     text = ranks(numbers, none)
-    if len(text) <= _TEXT:
+    if len(text) <= limit:
         return text
-    return f"{text[:_TEXT].rsplit(',', 1)[0]}, ... ({len(set(numbers or ())):,} in all)"
+    return f"{text[:limit].rsplit(',', 1)[0]}, ... ({len(set(numbers or ())):,} in all)"
 
 
 def _facts(f: Mapping[str, Any], job: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
@@ -193,7 +195,7 @@ def _groups(f: Mapping[str, Any]) -> list[dict[str, Any]]:
     for hs in together.values():
         by_ranks.setdefault(tuple(sorted(h["rank"] for h in hs)), []).append(hs[0])
     for who, ops in sorted(by_ranks.items(), key=lambda kv: (-len(kv[0]), kv[0])):
-        names = short(who)
+        names = short(who, limit=_TITLE)
         verb = "hangs" if len(set(who)) == 1 else "hang"
         title = f"{names[:1].upper()}{names[1:]} {verb} in"
         sites = [_site(op) for op in ops[:_GROUPS]]
