@@ -49,6 +49,22 @@ class Format(StrEnum):
 
     console = "console"
     json = "json"
+    sarif = "sarif"
+    junit = "junit"
+    markdown = "markdown"
+
+
+class Form(StrEnum):
+    """What ``explain`` prints."""
+
+    text = "text"
+    markdown = "markdown"
+    html = "html"
+    dot = "dot"
+    graphml = "graphml"
+    perfetto = "perfetto"
+    sarif = "sarif"
+    junit = "junit"
 
 
 class Engine(StrEnum):
@@ -92,12 +108,19 @@ def scan(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="DIR", help="Write report.json and three Parquet tables."
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="Write report.json, three Parquet tables, and web pages: index.html first.",
         ),
     ] = None,
     format_: Annotated[
         Format,
-        typer.Option("--format", help="json: the report on standard output, and nothing else."),
+        typer.Option(
+            "--format",
+            help="On standard output: a summary, or the report in one of these forms and nothing "
+            "else.",
+        ),
     ] = Format.console,
     engine: Annotated[
         Engine, typer.Option(help="auto takes the GPU where there is a usable one.")
@@ -207,14 +230,37 @@ def explain(
             metavar="[FINDING]", help="Its id, or the job's name; default: the gravest."
         ),
     ] = None,
+    form: Annotated[
+        Form,
+        typer.Option(
+            "--format",
+            help="text to read; markdown for a ticket; html, one page; dot, graphml: the wait-for "
+            "graph; perfetto: a trace to look at; sarif, junit: all findings unless one is named.",
+        ),
+    ] = Form.text,
+    pager: Annotated[
+        bool | None,
+        typer.Option(
+            "--pager/--no-pager", help="Default: on a terminal, where the text is longer than it."
+        ),
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """One finding in full: cycle, call sites, last operations of each rank, evidence, advice."""
     with _errors(verbose):
-        from dl2gpu.report.explain import explain as words
         from dl2gpu.report.save import load
 
-        _print(words(load(report), finding))
+        if form is not Form.text:
+            from dl2gpu.report.exports import export
+
+            _write(export(load(report), form.value, finding).encode())
+            return
+        from dl2gpu.report.explain import explain as words
+        from dl2gpu.report.pager import paged
+
+        what = words(load(report), finding)
+        if not paged(what, pager):
+            _print(what)
 
 
 @app.command(epilog="Example:  dl2gpu convert traces/job7 job7.parquet")
@@ -298,6 +344,10 @@ def _set_limits(max_file_size: str | None, max_ratio: int | None) -> None:
 def _print_report(report: Report, format_: Format, saved: str | None) -> None:
     if format_ is Format.json:
         _write(report.to_json())
+    elif format_ is not Format.console:
+        from dl2gpu.report.exports import export
+
+        _write(export(report, format_.value).encode())
     else:
         from dl2gpu.report.console import summary
 

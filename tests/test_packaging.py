@@ -15,6 +15,7 @@ from hatchling.builders.wheel import WheelBuilder
 import dl2gpu
 
 ROOT = Path(__file__).resolve().parents[1]
+TEMPLATES = ROOT / "dl2gpu" / "report" / "templates"
 CONFIG: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -29,6 +30,8 @@ def test_only_the_package_is_installed() -> None:
     assert {Path(name).parts[0] for name in files} == {"dl2gpu"}
     assert "dl2gpu/py.typed" in files
     assert "dl2gpu/cli.py" in files
+    assert {f"dl2gpu/report/templates/{p.name}" for p in TEMPLATES.iterdir()} <= set(files)
+    assert TEMPLATES / "base.html.j2" in list(TEMPLATES.iterdir())
     assert not [name for name in files if name.endswith((".pyc", ".nbi", ".nbc"))]
 
 
@@ -66,7 +69,7 @@ def test_importing_is_cheap() -> None:
 
 
 def test_help_needs_no_heavy_module() -> None:
-    heavy = "{'polars', 'numba', 'numpy', 'scipy', 'dask', 'fsspec'}"
+    heavy = "{'polars', 'numba', 'numpy', 'scipy', 'dask', 'fsspec', 'jinja2'}"
     code = (
         "import sys\n"
         "from typer.testing import CliRunner\n"

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dl2gpu.analysis.roots import Cause
+    from dl2gpu.analysis.waitfor import Graph
 
 __all__ = ["Finding"]
 
@@ -13,6 +17,7 @@ class Finding:
     """One finding about one job; the fields are those of the report (DESIGN.md section 10).
 
     ``deadlocked``: does this finding by itself keep the job from finishing (null: it does not say).
+    ``origin``: what it was made from, until its picture is drawn.
     """
 
     job: int
@@ -33,3 +38,4 @@ class Finding:
     advice: str = ""
     summary: str = ""
     deadlocked: bool | None = None
+    origin: tuple[Graph, Cause] | None = field(default=None, repr=False, compare=False)

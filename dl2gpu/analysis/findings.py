@@ -40,11 +40,12 @@ def findings_of(
     """The finding of a cause; none where the evidence turns out to say nothing."""
     level = "inferred" if cause.inferred else evidence
     if cause.kind == "cycle":
-        return [_cycle(p, names, g, cause, level)]
-    if cause.kind == "mismatch":
-        return [_mismatch(p, names, g, cause, level)]
-    found = _lacking(p, names, g, cause, level, stale)
-    return [] if found is None else [found]
+        found: Finding | None = _cycle(p, names, g, cause, level)
+    elif cause.kind == "mismatch":
+        found = _mismatch(p, names, g, cause, level)
+    else:
+        found = _lacking(p, names, g, cause, level, stale)
+    return [] if found is None else [replace(found, origin=(g, cause))]
 
 
 def _parts(p: Program, node: int) -> Array:

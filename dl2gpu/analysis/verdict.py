@@ -22,6 +22,7 @@ from dl2gpu.analysis.fingerprint import fingerprint
 from dl2gpu.analysis.logs import from_logs, without_log_events
 from dl2gpu.analysis.matching import Matching, match
 from dl2gpu.analysis.names import Names
+from dl2gpu.analysis.neighbourhood import pictured, timeline
 from dl2gpu.analysis.ras import report_findings
 from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, build, run
 from dl2gpu.analysis.roots import find_causes
@@ -93,12 +94,14 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
     findings: list[Finding] = []
     open_jobs: set[int] = set()
     issued = np.zeros(m.events.height, np.bool_)
+    completed = issued.copy()
 
     # post-mortem evidence: completed operations are facts, and states decide about buffering
     seen = everyone[by_states]
     if len(seen):
         fix = run(p, Scenario(atomic_batch=True), seen)
         issued |= fix.issued
+        completed |= fix.completed
         graph = build_graph(p, fix)
         causes = find_causes(graph)
         stale = observed.stale_ranks(p)
@@ -107,6 +110,7 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
             findings += made
             if not made:
                 open_jobs.add(cause.job)
+        findings = pictured(names, findings)
         findings += observed.standstill(p, names, fix, findings, stale)
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
@@ -116,9 +120,11 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
         # who gets through under the strictest reading gets through under the others
         strict = run(p, scenarios.STRICTEST, planned)
         issued |= strict.issued
+        completed |= strict.completed
         through = scenarios.passed(p, strict, planned)
         fix = run(p, Scenario(use_records=True), np.setdiff1d(planned, through))
         issued |= fix.issued
+        completed |= fix.completed
         graph = build_graph(p, fix)
         causes = find_causes(graph)
         stuck = np.unique([c.job for c in causes]).astype(np.int32)
@@ -134,6 +140,7 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
             unconditional = lenient is None or scenarios.still_stuck(graph, cause, lenient)
             made = findings_of(p, names, graph, cause, "proven", {})
             drafts += made if unconditional else [scenarios.only_unbuffered(p, f) for f in made]
+        drafts = pictured(names, drafts)
         findings += drafts
         if lenient is not None:
             findings += _hidden(p, names, lenient, drafts, stuck)
@@ -149,7 +156,7 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
     open_jobs |= unsettled
     findings = host_called.with_statements(m, findings, open_jobs)
     findings = _across_attempts(m, _merge(findings))
-    findings = [_with_last(p, names, f, issued) for f in findings]
+    findings = [_with_last(p, names, f, issued, completed) for f in findings]
     findings += [replace(f, fingerprint=fingerprint(f)) for f in told]
     return _conclude(m, findings, open_jobs)
 
@@ -190,7 +197,7 @@ def _hidden(
     for cause in find_causes(graph):
         if cause.job not in certain:
             out += findings_of(p, names, graph, cause, "proven", {})
-    return out
+    return pictured(names, out)
 
 
 def _potentials(p: Program, names: Names, calm: Array, through: Array) -> list[Finding]:
@@ -206,9 +213,11 @@ def _potentials(p: Program, names: Names, calm: Array, through: Array) -> list[F
             continue
         fix = run(p, scenario, todo)
         graph = build_graph(p, fix)
+        found: list[Finding] = []
         for cause in find_causes(graph):
             made = findings_of(p, names, graph, cause, "proven", {})
-            out += [scenarios.as_potential(f, condition) for f in made]
+            found += [scenarios.as_potential(f, condition) for f in made]
+        out += pictured(names, found)
     return out
 
 
@@ -296,13 +305,16 @@ _SHOWN_OPERATIONS: Final = 4
 """Of so many ranks a finding shows so many of the operations issued last."""
 
 
-def _with_last(p: Program, names: Names, f: Finding, issued: Array) -> Finding:
-    """The finding with the last operations of the ranks it names, newest last."""
+def _with_last(p: Program, names: Names, f: Finding, issued: Array, completed: Array) -> Finding:
+    """The finding with the last operations of the ranks it names, newest last, and a timeline."""
     named = dict.fromkeys([*f.culprits, *(h["rank"] for h in f.hangs_at), *f.victims])
     ranks = sorted(list(named)[:_SHOWN_RANKS])
     lo, hi = int(p.job_event[f.job]), int(p.job_event[f.job + 1])
     last = names.last_operations(lo, hi, ranks, issued, _SHOWN_OPERATIONS)
-    return replace(f, details=f.details | {"last_operations": last})
+    details = f.details | {"last_operations": last}
+    if (around := timeline(p, names, f, issued, completed)) is not None:
+        details["timeline"] = around
+    return replace(f, details=details)
 
 
 _UNHURT: Final = ("potential", "insufficient_evidence")
@@ -324,6 +336,10 @@ def _joined(places: list[Finding]) -> Finding:
         return places[0]
     first = min(places, key=lambda f: f.reason or "")  # whichever place has the lowest ranks
     culprits = {r for f in places for r in f.culprits}
+    pictures = next(
+        ({"graph": f.details["graph"]} for f in places if "graph" in f.details),
+        dict[str, Any](),
+    )
     hangs_at = {
         (h["rank"], h["seq"], h["op"], h["comm"], h["ordinal"], *h["stack"]): h
         for f in reversed(places)
@@ -334,7 +350,7 @@ def _joined(places: list[Finding]) -> Finding:
         culprits=tuple(sorted(culprits)),
         victims=tuple(sorted({r for f in places for r in f.victims} - culprits)),
         hangs_at=tuple(reversed(hangs_at.values())),
-        details=first.details | {"places": len(places)},
+        details=pictures | first.details | {"places": len(places)},
     )
 
 
@@ -363,7 +379,7 @@ def _conclude(m: Matching, findings: list[Finding], open_jobs: set[int]) -> Anal
                 advice=advice_for(f),
             )  # fmt: skip
             done = replace(done, summary=summary_of(done))
-            row = {k: getattr(done, k) for k in done.__dataclass_fields__}
+            row = {k: getattr(done, k) for k in done.__dataclass_fields__ if k != "origin"}
             rows.append(row | {"details": _plain(done.details)})
     out = jobs.select("job").with_columns(
         verdict=pl.Series(verdict, dtype=pl.String), deadlocked=pl.Series(dead, dtype=pl.Boolean)

@@ -30,7 +30,7 @@ def _at(f: Finding) -> str:
 
 def summary_of(f: Finding) -> str:
     """The finding in one or two sentences."""
-    who, others = ranks_text(f.culprits), ranks_text(f.victims, "some ranks")
+    who, others = ranks_text(f.culprits), _waiting_ranks(f)
     gone = ranks_text(f.details.get("missing_ranks", f.culprits))
     at = _at(f)
     waiting = f"{_start(others)} {'waits' if len(f.victims) == 1 else 'wait'} at {at}"
@@ -79,7 +79,7 @@ def summary_of(f: Finding) -> str:
 def _unclear(f: Finding, at: str, waiting: str) -> str:
     """What is not known, and why."""
     gone = ranks_text(f.details.get("missing_ranks", f.culprits))
-    others = ranks_text(f.victims, "some ranks")
+    others = _waiting_ranks(f)
     if f.reason == "other_attempt":
         return f"{waiting} for {gone}, whose record is of another attempt of the job."
     if "uncompared_operations" in f.details:
@@ -164,6 +164,10 @@ def _left_out(f: Finding) -> str:
         number = "" if expected.get("ordinal") is None else f" #{expected['ordinal']}"
         return f"the {expected['op']}{number} of {expected.get('label')} "
     return "a call "
+
+
+def _waiting_ranks(f: Finding) -> str:
+    return ranks_text(f.victims) if f.victims else "some ranks"
 
 
 def _start(text: str) -> str:

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from dl2gpu.report.console import COLOURS, facts, grid, job_labels
+from dl2gpu.report.graph_model import Picture, details_of, picture_of
 from dl2gpu.report.model import Report
 from dl2gpu.report.save import ReportError, canonical, gravity
 from dl2gpu.report.words import MEANING, fold, operation, place, ranks, safe
@@ -19,6 +20,7 @@ from dl2gpu.report.words import MEANING, fold, operation, place, ranks, safe
 __all__ = ["choose", "explain"]
 
 _LAST: Final = "last_operations"
+_DRAWN: Final = ("graph", "timeline")
 _RANKS: Final = 64  # ranks whose last operations are listed
 _DEPTH: Final = 6
 _VALUES: Final = 32  # numbers of one list
@@ -64,8 +66,12 @@ def explain(report: Report, finding: str | None = None) -> RenderableType:
         parts += [Text(), _indent(Text(safe(f["summary"], 2000)))]
     parts += [Text(), _indent(grid(_facts(f)))]
     details = msgspec.json.decode(f["details"]) if f["details"] else {}
+    picture = picture_of(f, details_of(f))
     last = details.pop(_LAST, None) if isinstance(details, dict) else None
+    if isinstance(details, dict):
+        details = {k: v for k, v in details.items() if k not in _DRAWN}
     for heading, body in (
+        ("who waits for whom", _picture(picture)),
         ("cycle, step by step", _cycle(f["cycle"] or [])),
         ("where the sequences part", _stacks([f["first_divergence"]])),
         ("where it hangs", _stacks(f["hangs_at"] or [])),
@@ -98,6 +104,13 @@ def _indent(body: RenderableType) -> Padding:
 def _facts(f: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The short facts; what has a section of its own below is left to it."""
     yield from facts({**f, "cycle": [], "hangs_at": [], "first_divergence": None})
+
+
+def _picture(picture: Picture) -> Iterator[str]:
+    """A line a group of places that stand alike, with whom it needs."""
+    for i, box in enumerate(picture.boxes):
+        needs = [picture.boxes[b].title for a, b in picture.edges if a == i]
+        yield box.text + (f"  -> {', '.join(needs)}" if needs else "")
 
 
 def _cycle(cycle: Sequence[Mapping[str, Any]]) -> Iterator[str]:

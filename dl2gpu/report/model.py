@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import polars as pl
 
 from dl2gpu.trace.inputs import INPUTS
+
+if TYPE_CHECKING:
+    from dl2gpu.report.html_notebook import FindingView
+    from dl2gpu.report.html_overview import History
 
 __all__ = ["FINDINGS", "JOBS", "KINDS", "SCHEMA", "Report"]
 
@@ -114,15 +119,47 @@ class Report:
 
         return to_json(self)
 
-    def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Write ``report.json`` and the three tables as Parquet; all of it appears, or nothing.
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        pages: bool = True,
+        history: History | None = None,
+        owners: Mapping[str, str] | None = None,
+        price: float | None = None,
+    ) -> Path:
+        """Write ``report.json``, the three tables as Parquet, and web pages: all of it, or nothing.
+
+        Args:
+            directory: a folder, which need not exist.
+            pages: ``index.html`` and a page a finding as well.
+            history: of earlier nights, for the overview.
+            owners: job to team; default what the names of jobs and folders say.
+            price: of a GPU-hour, where the calculator of the overview starts.
 
         Raises:
             ReportError: ``directory`` is a file, or cannot be written to.
         """
         from dl2gpu.report.save import save
 
-        return save(self, directory)
+        return save(self, directory, pages=pages, history=history, owners=owners, price=price)
+
+    def explain(self, finding: str | None = None) -> FindingView:
+        """One finding to look at: by its id, or its job's name; without one, the gravest.
+
+        A notebook shows it with its pictures, ``print`` as text.
+
+        Raises:
+            ReportError: there is none, or there are several.
+        """
+        from dl2gpu.report.html_notebook import view_of
+
+        return view_of(self, finding)
+
+    def _repr_html_(self) -> str:
+        from dl2gpu.report.html_notebook import report_fragment
+
+        return report_fragment(self)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:

@@ -1,4 +1,4 @@
-"""The report as files: ``report.json`` and three Parquet tables (DESIGN.md section 10).
+"""The report as files: ``report.json``, three Parquet tables (DESIGN.md section 10), web pages.
 
 The same corpus gives the same bytes, but for ``summary.elapsed_s``: rows and rank lists are sorted
 here, whatever the order in which shards were finished.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import polars as pl
@@ -17,9 +20,13 @@ import polars as pl
 from dl2gpu.report.model import FINDINGS, JOBS, KINDS, SCHEMA, Report
 from dl2gpu.trace.inputs import INPUTS
 
+if TYPE_CHECKING:
+    from dl2gpu.report.html_overview import History
+
 __all__ = ["ReportError", "canonical", "check_target", "load", "save", "to_json"]
 
 JSON_NAME: Final = "report.json"
+_WRITERS: Final = 16  # a disk writes many files at once in the time of one
 _SUMMARY: Final[tuple[str, ...]] = (
     "jobs",
     "ranks",
@@ -135,12 +142,27 @@ def check_target(directory: str | os.PathLike[str]) -> None:
         raise ReportError(f"--out {target}: {parent} cannot be written to; name another folder")
 
 
-def save(report: Report, directory: str | os.PathLike[str]) -> Path:
-    """Write ``report.json``, ``findings.parquet``, ``jobs.parquet`` and ``inputs.parquet``.
+def save(
+    report: Report,
+    directory: str | os.PathLike[str],
+    *,
+    pages: bool = True,
+    history: History | None = None,
+    owners: Mapping[str, str] | None = None,
+    price: float | None = None,
+) -> Path:
+    """Write ``report.json``, three Parquet tables and, with ``pages``, ``index.html`` and others.
 
-    All four are written aside first. A new ``directory`` then appears with one rename, complete; in
-    one that exists each file is replaced with one rename, ``report.json`` last, so that a report
-    that is there is whole.
+    All are written aside first. A new ``directory`` then appears with one rename, complete; in one
+    that exists each file is replaced with one rename, ``report.json`` last, so that a report that
+    is there is whole. The pages of findings lie in a folder named by their content, which is there
+    before ``index.html`` leads to it; that of an older report goes last.
+
+    Args:
+        report: what to write.
+        directory: where to.
+        pages: web pages as well.
+        history, owners, price: see :func:`dl2gpu.report.html.write_pages`.
 
     Returns:
         Path of ``report.json``.
@@ -161,8 +183,15 @@ def save(report: Report, directory: str | os.PathLike[str]) -> Path:
         for name, frame in tables.items():
             frame.write_parquet(new / f"{name}.parquet", compression="zstd")
         (new / JSON_NAME).write_bytes(to_json(report))
-        for path in new.iterdir():
-            _to_disk(path)
+        names = [f"{name}.parquet" for name in tables]
+        if pages:
+            from dl2gpu.report.html import write_pages
+
+            written = write_pages(report, new, history=history, owners=owners, price=price)
+            names = [*reversed(written), *names]
+        files = [path for path in new.rglob("*") if path.is_file()]
+        with ThreadPoolExecutor(min(_WRITERS, len(files))) as pool:
+            list(pool.map(_to_disk, files))
         if not exists:
             try:
                 new.rename(target)
@@ -170,10 +199,34 @@ def save(report: Report, directory: str | os.PathLike[str]) -> Path:
                 target.mkdir(exist_ok=True)  # somebody made it meanwhile
             else:
                 return target / JSON_NAME
-        for name in tables:
-            (new / f"{name}.parquet").replace(target / f"{name}.parquet")
-        (new / JSON_NAME).replace(target / JSON_NAME)
+        for name in (*names, JSON_NAME):
+            _replace(new / name, target / name)
+    _forget_pages(target, {*names} if pages else set())
     return target / JSON_NAME
+
+
+def _replace(new: Path, old: Path) -> None:
+    """``new`` in place of ``old``; a folder that is there already has the same files."""
+    if new.is_dir() and old.is_dir():
+        for path in new.iterdir():
+            path.replace(old / path.name)
+    else:
+        new.replace(old)
+
+
+def _forget_pages(target: Path, kept: set[str]) -> None:
+    """Take away the pages of the report that was here before, and nothing else."""
+    from dl2gpu.report.html import INDEX, PAGES_FOLDER
+
+    if INDEX not in kept:
+        (target / INDEX).unlink(missing_ok=True)
+    for folder in target.iterdir():
+        if folder.name in kept or not PAGES_FOLDER.fullmatch(folder.name) or folder.is_symlink():
+            continue
+        with suppress(OSError):  # somebody reads it, or put a file there: it stays
+            for page in folder.glob("*.html"):
+                page.unlink()
+            folder.rmdir()
 
 
 def _to_disk(path: Path) -> None:

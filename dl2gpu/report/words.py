@@ -7,6 +7,7 @@ All of it goes through :func:`safe` before it reaches a terminal.
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
@@ -71,9 +72,15 @@ def safe(text: object, limit: int = 300) -> str:
     """
     raw = str(text)
     cut = raw[:limit]
-    out = "".join(
-        c if unicodedata.category(c) not in _VISIBLE else c.encode("unicode_escape").decode("ascii")
-        for c in cut
+    out = (
+        cut
+        if cut.isprintable()
+        else "".join(
+            c
+            if unicodedata.category(c) not in _VISIBLE
+            else c.encode("unicode_escape").decode("ascii")
+            for c in cut
+        )
     )
     return out + (f"... ({len(raw) - limit} more characters)" if len(raw) > limit else "")
 
@@ -87,6 +94,11 @@ def call_site(stack: Sequence[str] | None) -> str | None:
     ``stack`` holds "function file:line", innermost first; where all of it belongs to the framework
     the innermost frame is given.
     """
+    return _call_site(tuple(stack or ()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _call_site(stack: tuple[str, ...]) -> str | None:
     frame = user_frame(stack)
     if not frame:
         return None
@@ -114,6 +126,8 @@ def place(node: Mapping[str, Any], *, numbered: bool = False) -> str:
         where = "stream" if node.get("stream") is None else f"stream {safe(node['stream'], 60)}"
     number = f" (operation {node['seq']})" if numbered and node.get("seq") is not None else ""
     them = ranks(node.get("waits_for"), "nobody in the record")
+    if node.get("op") == "wait" and node.get("waits_for") == [node.get("rank")]:
+        return f"rank {node.get('rank')} ({where}) waits{number} for its own device"
     if node.get("op") == "wait":  # what it waits in is not one operation but its requests
         return (
             f"rank {node.get('rank')} ({where}) waits for its requests{number}, which need {them}"

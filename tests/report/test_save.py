@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import polars as pl
@@ -13,10 +15,24 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from dl2gpu.report import save as save_module
+from dl2gpu.report.html import PAGES_FOLDER
 from dl2gpu.report.model import FINDINGS, JOBS, Report
 from dl2gpu.report.save import ReportError, canonical
 
-FILES = {"report.json", "findings.parquet", "jobs.parquet", "inputs.parquet"}
+TABLES = {"report.json", "findings.parquet", "jobs.parquet", "inputs.parquet"}
+FILES = TABLES | {"index.html", "findings-*"}
+
+
+def names(folder: Path) -> set[str]:
+    """Names in a folder; that of the pages of findings depends on what they say."""
+    return {PAGES_FOLDER.sub("findings-*", p.name) for p in folder.iterdir()}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    }
 
 
 def test_document_has_the_promised_shape(report: Report) -> None:
@@ -68,7 +84,7 @@ def test_only_elapsed_differs_between_runs(report: Report) -> None:
 
 def test_round_trip(report: Report, tmp_path: Path) -> None:
     path = report.save(tmp_path / "deep" / "out")
-    assert {p.name for p in path.parent.iterdir()} == FILES
+    assert names(path.parent) == FILES
     expected = canonical(report)
     for source in (path, path.parent):
         back = Report.load(source)
@@ -109,7 +125,7 @@ def test_a_folder_keeps_what_else_is_in_it(report: Report, tmp_path: Path) -> No
     (out / "mine.txt").write_text("kept")
     (out / "report.json").write_text("old")
     report.save(out)
-    assert {p.name for p in out.iterdir()} == FILES | {"mine.txt"}
+    assert names(out) == FILES | {"mine.txt"}
     assert (out / "mine.txt").read_text() == "kept"
     assert Report.load(out).jobs.height == 4
 
@@ -121,7 +137,7 @@ def test_whole_or_not_at_all(
     out = tmp_path / "out"
     if exists:
         Report().save(out)
-    before = {p.name: p.read_bytes() for p in out.iterdir()} if exists else None
+    before = content(out) if exists else None
 
     def full_disk(_: Report) -> bytes:
         raise OSError(28, "No space left on device")
@@ -131,7 +147,73 @@ def test_whole_or_not_at_all(
         report.save(out)
     assert {p.name for p in tmp_path.iterdir()} == ({"out"} if exists else set())
     if exists:
-        assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+        assert content(out) == before
+
+
+def test_pages_are_those_of_the_report_that_is_there(
+    report: Report, make_report: Callable[..., Report], tmp_path: Path
+) -> None:
+    """Saved over another report: its pages, and none of the other's; the same again: the same."""
+    out = tmp_path / "out"
+    report.save(out)
+    first = content(out)
+    report.save(out)
+    assert content(out) == first
+    (out / "findings-notours").mkdir()
+    Report().save(out)
+    assert names(out) == TABLES | {"index.html", "findings-notours"}
+    report.save(out)
+    assert content(out) == first
+
+
+def test_pages_of_an_older_report_stay_while_something_else_is_among_them(
+    report: Report, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    report.save(out)
+    (folder,) = out.glob("findings-*/")
+    (folder / "notes.txt").write_text("mine")
+    Report().save(out)
+    assert [p.name for p in folder.iterdir()] == ["notes.txt"]
+
+
+def test_an_overview_leads_to_its_own_pages_whenever_it_is_killed(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each single step of saving over another report, every link of the overview leads on."""
+    other = dataclasses.replace(
+        report, findings=report.findings.with_columns(pl.lit("Another.").alias("summary"))
+    )
+    replace = Path.replace
+    left = 0
+
+    def killed(path: Path, target: Path) -> Path:
+        nonlocal left
+        if not left:
+            raise KeyboardInterrupt
+        left -= 1
+        return replace(path, target)
+
+    for steps in range(7):
+        out = tmp_path / str(steps)
+        report.save(out)
+        left = steps
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", killed)
+            # the folder of the pages, the overview, three tables, report.json
+            with nullcontext() if steps == 6 else pytest.raises(KeyboardInterrupt):
+                other.save(out)
+        links = re.findall(r'href="(findings-[^"#]+)"', (out / "index.html").read_text())
+        assert len(links) >= 3
+        assert all((out / link).is_file() for link in links)
+        assert ("Another." in (out / links[0]).read_text()) == (steps >= 2)
+
+
+def test_tables_alone(report: Report, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report.save(out)
+    report.save(out, pages=False)
+    assert names(out) == TABLES
 
 
 def test_new_folder_is_readable_by_others(report: Report, tmp_path: Path) -> None:
