@@ -40,9 +40,9 @@ CHOOSE_FIRST: Final = 0
 CHOOSE_LAST: Final = 1
 CHOOSE_SEEDED: Final = 2
 
-# --- columns of an outcome: events that completed, places that stand, a hash of where they stand, how
-# --- many choices there were, a hash of what was chosen; behind them for each choice how many ways
-# --- there were with the one taken (31 bits higher), and the state before it
+# --- columns of an outcome: events that completed, places that stand, a hash of where they stand,
+# --- how many choices there were, a hash of what was chosen; behind them for each choice how many
+# --- ways there were with the one taken (31 bits higher), and the state before it
 COMPLETED: Final = 0
 STANDING: Final = 1
 DIGEST: Final = 2

@@ -104,7 +104,8 @@ def _by_work_list(p: Program, b: Batch) -> dict[str, Array]:
     # how far each mailbox is behind us
     take_at, send_at = k["take_start"][:-1].copy(), k["send_start"][:-1].copy()
     replay_kernel.run(
-        b.cells.ravel(), b.table, b.width, b.record, p.job_event, b.job_lane, b.job_queue, k["job_box"],
+        b.cells.ravel(), b.table, b.width, b.record,
+        p.job_event, b.job_lane, b.job_queue, k["job_box"],
         lay.lane_of, lay.lane_next, lay.lane_first,
         lay.queue_of, lay.queue_next, lay.queue_first,
         lay.unit_of, lay.unit_first, lay.unit_size,

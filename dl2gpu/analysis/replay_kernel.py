@@ -320,12 +320,13 @@ def run(
     rank_of: Int32s, peer: Int32s, tag: Int64s, recv_peer: Int32s, recv_tag: Int64s,
     issued: Bools, started: Bools, completed: Bools, lane_at: Int32s, queue_at: Int32s,
     partner: Int32s, outcome: Int64s, order: Int32s,
-    wait_left: Int32s, waiting: Bools, ready: Bools, parts_left: Int8s, satisfied: UInt8s, units: Int32Rows,
+    wait_left: Int32s,
+    waiting: Bools, ready: Bools, parts_left: Int8s, satisfied: UInt8s, units: Int32Rows,
     arrived: Int32Rows, root_in: BoolRows, outstanding: Int32s, forced: Int32s,
     take_at: Int32s, send_at: Int32s, pool_used: Int64s,
     starts: Int64s, sats: Int64s, comps: Int32s, agents: Int32s,
 ) -> None:  # fmt: skip
-    """Runs each cell, a job under a scenario, to its least fixpoint; writes what follows ``issued``.
+    """Runs each cell, a job under a scenario, to its least fixpoint; writes ``issued`` and on.
 
     ``cells`` int32[3 * c]: job, row of the scenario, and a number that is of use to
     :mod:`rounds_kernel` only. ``table`` int64[.. * width]: the scenarios, see ``EAGER_BYTES`` to

@@ -111,8 +111,9 @@ def rounds(
 
     What is read is as in :func:`replay_kernel.run`. The third number of a cell says which copy of
     the state it works on: ``all_x`` holds the copies of ``x`` one behind the other. No two cells of
-    one job have the same copy. ``sizes`` int32[10]: cells, words of a scenario, words of an outcome,
-    and n, l, q, u, v, mailboxes, pools (an array of no elements may have come with one). What is
+    one job have the same copy. ``sizes`` int32[10]: cells, words of a scenario, words of an
+    outcome, and n, l, q, u, v, mailboxes, pools (an array of no elements may have come with one).
+    What is
     written begins as zeros, but ``lane_at``, ``queue_at``, ``partner`` and ``forced`` as -1. With n
     events, l lanes, q queues, u batches, v nodes and c given cells, int32 unless said, a copy of
     each: ``waiting``
@@ -736,18 +737,18 @@ def rounds(
                             satisfied[got_s] |= 4
                             sats[sats0 + counts[c0 + SATS]] = 4 * got_s + 2
                             counts[c0 + SATS] += 1
-                        h = (got_e - e0 + 2) & MASK
+                        h = int(got_e - e0 + 2) & MASK
                         h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
                         h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
                         mark = h ^ (h >> 15) if got_e >= 0 else 1
-                        h = (got_s - e0 + 77) & MASK
+                        h = int(got_s - e0 + 77) & MASK
                         h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
                         h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
                         h = (mark ^ (h ^ (h >> 15))) & MASK
                         h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
                         h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
                         key1 = (key1 + (h ^ (h >> 15))) & MASK
-                        h = (got_s - e0 + 13) & MASK
+                        h = int(got_s - e0 + 13) & MASK
                         h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
                         h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
                         h = (mark + 3 * (h ^ (h >> 15))) & MASK
@@ -833,11 +834,11 @@ def rounds(
                     if e < 0:
                         continue
                     standing += 1
-                    h = (e - e0 + 5) & MASK if on_host else (e - e0 + 7) & MASK
+                    h = int(e - e0 + 5) if on_host else int(e - e0 + 7)
                     h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
                     h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
                     digest1 = (digest1 + (h ^ (h >> 15))) & MASK
-                    h = 3 * (e - e0) + 11 if on_host else 5 * (e - e0) + 17
+                    h = 3 * int(e - e0) + 11 if on_host else 5 * int(e - e0) + 17
                     h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
                     h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
                     digest2 = (digest2 + (h ^ (h >> 15))) & MASK
