@@ -9,7 +9,8 @@ explored at once, a batch of cells after the other.
 
 Where the choices are too many, runs that choose by a seed estimate how many schedules deadlock (a
 schedule's weight is the product of one in so many ways at each choice), with Wilson's interval;
-other runs vary the beginnings of the runs that got least far, to find what luck does not.
+other runs take all from one sender, or vary the beginnings of the runs that got least far, to find
+what luck does not.
 
 The result depends on the budget in scenarios and on the seed alone; a budget of seconds is looked
 at between batches, and what it cut short is said.
@@ -37,6 +38,9 @@ __all__ = ["Bad", "Budget", "Explored", "explore", "wilson"]
 
 TRAIL: Final = 96
 """Choices of a run that can be varied. A run with more is sampled."""
+
+_ALWAYS: Final = 8
+"""Steered runs that take the first, the second, ... way at every choice."""
 
 _BATCH: Final = 64
 """Runs of a job in a batch."""
@@ -188,7 +192,10 @@ class _Search:
         for k in range(many):
             number = self.sampled + k
             given: tuple[int, ...] = ()
-            if number % 4 == 3 and self.worst:
+            if number % 4 == 3 and number < 4 * _ALWAYS:
+                # steered: always the same way, which takes all from one sender
+                given = (number // 4,) * TRAIL
+            elif number % 4 == 3 and self.worst:
                 # steered: the beginning of a run that got least far, with one choice changed
                 _, base = self.worst[int(self.rng.integers(len(self.worst)))]
                 at = int(self.rng.integers(len(base))) if base else 0

@@ -97,7 +97,7 @@ def _by_work_list(p: Program, b: Batch) -> dict[str, Array]:
     got["queue_at"] = np.full(len(lay.queue_first), -1, np.int32)
     got["partner"] = np.full(n, -1, np.int32)
     got["outcome"] = np.zeros(b.record * len(b.cells), np.int64)
-    got["order"] = np.zeros(3 * n if b.ordered else 0, np.int32)
+    got["order"] = np.zeros(4 * n if b.ordered else 0, np.int32)
     scratch = replay_kernel.scratch(
         n, len(lay.lane_first), len(lay.queue_first), len(lay.unit_first), len(k["node_kind"])
     )

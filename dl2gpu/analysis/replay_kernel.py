@@ -332,8 +332,9 @@ def run(
     :mod:`rounds_kernel` only. ``table`` int64[.. * width]: the scenarios, see ``EAGER_BYTES`` to
     ``GIVEN`` above. Cells of one job lie side by side: its arrays ``issued`` to ``partner`` are
     those of the last of them in the end. ``outcome`` int64[c * record] has a row for each cell
-    (``COMPLETED`` to ``STATE``, and its trail). ``order`` int32[3 * n], or empty: the steps of the
-    last cell numbered from 1, when each event was issued, started and completed.
+    (``COMPLETED`` to ``STATE``, and its trail). ``order`` int32[4 * n], or empty: the steps of the
+    last cell numbered from 1, when each event was issued, started and completed, and when a
+    receive took its message, or a send took room in a pool.
 
     ``job_*`` offsets of each job's events, lanes, queues and
     mailboxes. ``wait_kind`` uint8[n]: 0 no wait, 1 named requests, 2 everything before it in the
@@ -749,6 +750,9 @@ def run(
                             e0, e1, pool_bytes, pool_of, pool_used, eager_at, node1, channel,
                             sender, arrived, root_in, node_blocks,
                         )  # fmt: skip
+                    if n > 0:
+                        step += 1
+                        order[3 * n + (s if free else e)] = step
                     if free:
                         satisfied[s] |= IN_POOL
                     else:
@@ -802,6 +806,9 @@ def run(
                                 break
                         if best >= 0:
                             met = True
+                            if n > 0:
+                                step += 1
+                                order[3 * n + e] = step
                             n_sat = satisfy(sats, n_sat, satisfied, 4 * e + 2 + half)
                             if role[e] != PROBE:
                                 if half == 0:

@@ -40,8 +40,9 @@ class Step(NamedTuple):
 class Schedule:
     """The steps of a program of one job, and where it stands in the end.
 
-    ``order`` int32[3, n]: the number of the step in which each event was issued, started and
-    completed, from 1; 0: it was not.
+    ``order`` int32[4, n]: the number of the step in which each event was issued, started and
+    completed, and in which it took a message from a mailbox (a receive) or room in a pool (a
+    send), from 1; 0: it was not, or did not.
     """
 
     program: Program
@@ -68,7 +69,7 @@ def schedule(p: Program, scenario: Scenario) -> Schedule:
         scenario, got["issued"], got["started"], got["completed"], got["lane_at"],
         got["queue_at"], got["partner"], lay,
     )  # fmt: skip
-    return Schedule(p, fix, got["order"].reshape(3, -1))
+    return Schedule(p, fix, got["order"].reshape(4, -1))
 
 
 def steps(s: Schedule) -> list[Step]:
@@ -77,7 +78,7 @@ def steps(s: Schedule) -> list[Step]:
     A step stands below the step of its rank before it, and below what it needed of other ranks.
     """
     p, k = s.program, s.program.kernel
-    _, started, completed = s.order
+    _, started, completed, _ = s.order
     rank = p.rank_of
     raw = [(int(n), int(e), "started") for e, n in enumerate(started) if n]
     raw += [(int(n), int(e), "completed") for e, n in enumerate(completed) if n]
@@ -173,7 +174,7 @@ def trace_of(s: Schedule) -> Trace:
     Times are the numbers of the steps, in microseconds.
     """
     trace = s.program.matching.prepared.trace
-    issued, started, completed = s.order.astype(np.int64) * 1000
+    issued, started, completed, _ = s.order.astype(np.int64) * 1000
     state = np.where(
         completed > 0,
         STATE["completed"],
