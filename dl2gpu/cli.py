@@ -263,6 +263,137 @@ def explain(
             _print(what)
 
 
+@app.command(epilog="Example:  dl2gpu whatif traces/ --buffer 0,4KiB,1MiB,inf --fusion 1,2,4")
+def whatif(
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH", help="Folders or files, local or behind an fsspec URL."),
+    ],
+    buffer: Annotated[
+        str, typer.Option(metavar="SIZES", help="Bytes that each channel buffers: 0,4KiB,inf.")
+    ] = "0",
+    messages: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Messages that each channel buffers.")
+    ] = "0",
+    eager: Annotated[
+        str, typer.Option(metavar="SIZES", help="Messages up to this size need no receiver.")
+    ] = "0",
+    pool: Annotated[
+        str, typer.Option(metavar="SIZES", help="Bytes of a buffer that channels share.")
+    ] = "0",
+    pool_of: Annotated[
+        str, typer.Option(metavar="WHOM", help="Whose channels: of each sender, receiver, or job.")
+    ] = "sender",
+    queues: Annotated[
+        str,
+        typer.Option(
+            metavar="NUMBERS", help="Device queues that a rank's streams share; 0: independent."
+        ),
+    ] = "0",
+    fusion: Annotated[
+        str,
+        typer.Option(metavar="LIST", help="Gradients fused: 1,2,4 at a time, or 64MiB@5ms."),
+    ] = "1",
+    orders: Annotated[
+        str,
+        typer.Option(metavar="LIST", help="Some of recorded, random, swapped, threads."),
+    ] = "recorded",
+    matches: Annotated[
+        str, typer.Option(metavar="LIST", help="Of wildcards: recorded, all.")
+    ] = "all",
+    samples: Annotated[
+        int, typer.Option(min=1, help="Orders tried of each job, where they are not as recorded.")
+    ] = 32,
+    scenarios: Annotated[
+        int, typer.Option(min=2, help="Runs of a job and configuration where there are choices.")
+    ] = 1024,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Try no more after so long; the result says so.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of orders and samples.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="Write whatif.json and whatif.parquet."),
+    ] = None,
+    format_: Annotated[
+        Format, typer.Option("--format", help="json: the result on standard output.")
+    ] = Format.console,
+    engine: Annotated[Engine, typer.Option(help="Where the scenarios run.")] = Engine.auto,
+    select: Annotated[str | None, typer.Option(metavar="JOB", help="This job only.")] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Try buffers, fusion, orders and matches: how probable is a deadlock under each?"""
+    with _errors(verbose):
+        from dl2gpu.analysis.explore import Budget
+        from dl2gpu.report.whatif import saved, table, to_json
+        from dl2gpu.whatif import axes_of, run
+
+        axes = axes_of(
+            buffer, messages, eager, pool, pool_of, queues, fusion, orders, matches, samples
+        )
+        result = run(paths, axes, Budget(scenarios, seconds), seed, engine.value, select)
+        if out is not None:
+            saved(result, out)
+        if format_ is Format.json:
+            _write(to_json(result))
+        else:
+            _print(table(result))
+
+
+@app.command(epilog="Example:  dl2gpu replay traces/ --witness out/whatif.json --number 3")
+def replay(
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH", help="Folders or files, local or behind an fsspec URL."),
+    ],
+    job: Annotated[
+        str | None, typer.Option(metavar="JOB", help="Which one, where there are several.")
+    ] = None,
+    witness: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A whatif.json; its witness is played.")
+    ] = None,
+    number: Annotated[
+        int | None, typer.Option(min=0, help="Which witness; default: the first.")
+    ] = None,
+    buffer: Annotated[str, typer.Option(metavar="SIZE", help="Bytes a channel buffers.")] = "0",
+    eager: Annotated[
+        str, typer.Option(metavar="SIZE", help="Messages up to this size need no receiver.")
+    ] = "0",
+    queues: Annotated[
+        int, typer.Option(min=0, help="Device queues that a rank's streams share.")
+    ] = 0,
+    choices: Annotated[
+        str, typer.Option(metavar="LIST", help="Which way each choice of a match goes: 1,0,2.")
+    ] = "",
+    ranks: Annotated[
+        str, typer.Option(metavar="LIST", help="Ranks to show; default: those that stop.")
+    ] = "",
+    rows: Annotated[int, typer.Option(min=1, help="So many of the last rows.")] = 60,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="Write the schedule as a native trace."),
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Step through one job to where it stops, or through the schedule of a witness."""
+    with _errors(verbose):
+        from dl2gpu.analysis.witness import trace_of
+        from dl2gpu.report.replay import replayed
+        from dl2gpu.report.whatif import load_witness
+        from dl2gpu.trace.native_write import write_jsonl
+        from dl2gpu.whatif import numbers_of, plain_witness, play
+
+        if witness is not None:
+            named, chosen = load_witness(witness, number)
+            job = job or named
+        else:
+            chosen = plain_witness(buffer, eager, queues, choices)
+        label, schedule = play(paths, job, chosen)
+        if out is not None:
+            write_jsonl(trace_of(schedule), out)
+        _print(replayed(schedule, label, numbers_of(ranks) or None, rows))
+
+
 @app.command(epilog="Example:  dl2gpu convert traces/job7 job7.parquet")
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A trace that scan can read.")],

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-__all__ = ["fold", "ranks", "user_frame"]
+__all__ = ["fold", "pairs_text", "ranks", "user_frame"]
 
 
 def fold(numbers: Iterable[int]) -> str:
@@ -48,3 +48,11 @@ def user_frame(stack: Sequence[str] | None) -> str:
     if not stack:
         return ""
     return next((f for f in stack if not _LIBRARY.search(f)), stack[0])
+
+
+def pairs_text(pairs: Iterable[Sequence[int]]) -> str:
+    """Pairs of ranks: ``ranks 3 and 4``, each pair once whichever way; the first ones of many."""
+    known = sorted({(min(p), max(p)) for p in pairs})
+    words = [f"ranks {a} and {b}" for a, b in known[:4]]
+    more = [f"{len(known) - 4} more pairs"] if len(known) > 4 else []
+    return ", ".join([*words, *more])

@@ -41,6 +41,10 @@ class Choices:
 
     eager_bytes: float = 0
     """Standard sends of up to so many bytes are buffered; 0: none, all are rendezvous."""
+    buffer_messages: float = 0
+    """Each channel buffers so many standard sends; 0: that many is no limit."""
+    buffer_bytes: float = 0
+    """Each channel buffers standard sends of so many bytes together; both 0: none."""
     streams: str = "independent"
     """``"one"``: all streams of a rank run on one hardware queue."""
     atomic_batch: bool = False
@@ -111,6 +115,12 @@ def size_in_bytes(event: Event, received: bool = False) -> int | None:
             element = size // count
         size = None if element is None else event["count_out"] * element
     return None if size is None else int(size)
+
+
+def _room_for(event: Event) -> float:
+    """What a message takes in a buffer; of unknown size: more than any buffer has."""
+    size = size_in_bytes(event)
+    return INFINITE if size is None else max(size, 1)
 
 
 class _Program:
@@ -245,9 +255,11 @@ class _Program:
                     probes.append((key, channel, len(receives.get(channel, []))))
                 else:
                     receives.setdefault(channel, []).append(key)
+        self.queue_of: dict[Key, list[Key]] = {}  # send -> all sends of its channel, in order
         for channel, queue in sends.items():
             others = receives.get(channel, [])
             for k, key in enumerate(queue):
+                self.queue_of[key] = queue
                 self.receive_for[key] = others[k] if k < len(others) else None
         for channel, queue in receives.items():
             others = sends.get(channel, [])
@@ -424,9 +436,31 @@ class _Program:
         size = size_in_bytes(event)
         return limit > 0 and size is not None and size <= limit
 
+    def _fits_channel(self, key: Key, event: Event, ready: Callable[[Key], bool]) -> bool:
+        """Rule 5: is there room in the channel's buffer for this send?
+
+        Standard sends ahead of it count until their receives are ready, and the messages fit.
+        """
+        most, room = self.choices.buffer_messages, self.choices.buffer_bytes
+        if not most and not room:
+            return False
+        if event["send_mode"] in (SEND_MODE["synchronous"], SEND_MODE["buffered"]):
+            return False
+        held, load = 0, 0.0
+        for other in self.queue_of[key]:
+            if other == key:
+                break
+            if self.events[other]["send_mode"] in (SEND_MODE["synchronous"], SEND_MODE["buffered"]):
+                continue
+            receive = self.receive_for[other]
+            if receive is None or not self._sizes_fit(other, receive) or not ready(receive):
+                held += 1
+                load += _room_for(self.events[other])
+        return (not most or held < most) and (not room or load + _room_for(event) <= room)
+
     def _send_satisfied(self, key: Key, event: Event, ready: Callable[[Key], bool]) -> bool:
         """Rule 5. A buffered send does not learn that its receive has the wrong size."""
-        if self._buffered(event):
+        if self._buffered(event) or self._fits_channel(key, event, ready):
             return True
         receive = self.receive_for[key]
         return receive is not None and self._sizes_fit(key, receive) and ready(receive)

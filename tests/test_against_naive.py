@@ -47,12 +47,34 @@ READINGS = {
     "all buffered": Reading(
         naive.Choices(eager_bytes=naive.INFINITE), {"eager_bytes": Scenario.INFINITE}
     ),
+    "one message a channel": Reading(
+        naive.Choices(buffer_messages=1, use_states=False),
+        {"buffer_messages": 1, "use_states": False},
+    ),
+    "48 B a channel": Reading(
+        naive.Choices(buffer_bytes=48, use_states=False),
+        {"buffer_bytes": 48, "use_states": False},
+    ),
+    "2 messages, 64 B, eager, atomic": Reading(
+        naive.Choices(16, 2, 64, atomic_batch=True, use_states=False),
+        {
+            "buffer_messages": 2,
+            "buffer_bytes": 64,
+            "eager_bytes": 16,
+            "atomic_batch": True,
+            "use_states": False,
+        },
+    ),
+    "2 messages, with states": Reading(
+        naive.Choices(buffer_messages=2),
+        {"buffer_messages": 2},
+    ),
     "one stream": Reading(naive.Choices(streams="one"), {"one_stream": True}),
     "atomic batches": Reading(naive.Choices(atomic_batch=True), {"atomic_batch": True}),
     "early release": Reading(naive.Choices(early_release=True), {"early_release": True}),
     "what if": Reading(naive.Choices(use_states=False), {"use_states": False}),
     "all generous": Reading(
-        naive.Choices(naive.INFINITE, early_release=True, use_states=False),
+        naive.Choices(eager_bytes=naive.INFINITE, early_release=True, use_states=False),
         {"eager_bytes": Scenario.INFINITE, "early_release": True, "use_states": False},
     ),
     "all strict": Reading(

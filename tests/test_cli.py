@@ -135,7 +135,7 @@ def test_scan_exits_with_it(fake: Callable[..., list[Call]], make_report: Any) -
         (["scan", "x", "--fail-on", "healthy"], "found healthy"),
         (["scan", "x", "--job-pattern", "("], "expected a regular expression"),
         (["scan", "x", "--job-pattern", "(a)"], "expected a named group"),
-        (["replay", "x"], "No such command"),
+        (["rewind", "x"], "No such command"),
         (["explain"], "Missing argument"),
     ],
 )

@@ -66,7 +66,8 @@ def _steps(f: Finding) -> set[tuple[str, str]]:
         return {(op, frame) for op, _, frame in (side.partition("@") for side in sides)}
     shown = list(f.hangs_at) if f.hangs_at else list(f.cycle)
     if _SORT[f.kind] == "absent":  # where the absent one went is known in some records only
-        shown = [s for s in shown if s["rank"] not in f.culprits] or shown
+        gone = {*f.culprits, *f.details.get("missing_ranks", ())}
+        shown = [s for s in shown if s["rank"] not in gone] or shown
     if f.first_divergence is not None and not shown:
         shown.append(f.first_divergence)
     steps = {(str(s["op"]), user_frame(s["stack"])) for s in shown if s["op"] != "wait"}

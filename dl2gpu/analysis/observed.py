@@ -167,7 +167,7 @@ def standstill(
     """
     m = p.matching
     states = m.prepared.jobs["states"].to_numpy().astype(bool)
-    done = p.kernel["done"]
+    done = p.kernel["known"] & 1 > 0
     job_of = m.events["job"].to_numpy()
     pending = fix.completed & ~done & states[job_of]
     if not pending.any():

@@ -7,48 +7,21 @@ of DESIGN.md section 4 under a ``Scenario``; the kernel releases the GIL.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import Final
 
 import numpy as np
 import polars as pl
 
-from dl2gpu.analysis import replay_kernel, rounds_kernel
+from dl2gpu.analysis import replay_kernel
+from dl2gpu.analysis.launch import batch_of, launch
 from dl2gpu.analysis.matching import Matching
+from dl2gpu.analysis.scenario import Scenario
 from dl2gpu.analysis.tables import NCCL_LIKE, ROLE
 from dl2gpu.analysis.waits import no_pairs, wait_pairs
 from dl2gpu.engine.arrays import Array, codes, flags, plain
-from dl2gpu.engine.base import Argument, Fresh
-from dl2gpu.trace.schema import MODE, OP, SEND_MODE, Trace
+from dl2gpu.trace.schema import MODE, OP, Trace
 
-__all__ = ["Fixpoint", "Program", "Scenario", "build", "replay", "run"]
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """One reading of what the trace leaves open (DESIGN.md section 6).
-
-    Attributes:
-        eager_bytes: standard sends up to this size complete without a receiver; 0 is rendezvous.
-        one_stream: all device queues of a rank are one.
-        flip_lanes: ranks with this bit set in their number fill their queues with the host threads
-            in reverse order; any two ranks differ in some bit. -1: none.
-        atomic_batch: an incomplete batch holds back the partners of its matched members.
-        early_release: rooted collectives let go those who need nobody (rule 4).
-        use_states: recorded completions are facts (rule 7).
-        use_records: so is what a record of issued operations shows to be passed by its host.
-        wild_high: wildcards take the highest sender that fits, not the lowest.
-    """
-
-    eager_bytes: int = 0
-    one_stream: bool = False
-    flip_lanes: int = -1
-    atomic_batch: bool = False
-    early_release: bool = False
-    use_states: bool = True
-    use_records: bool = False
-    wild_high: bool = False
-
-    INFINITE: ClassVar[int] = (1 << 63) - 1
+__all__ = ["Fixpoint", "Layout", "Program", "Scenario", "build", "layout", "replay", "run"]
 
 
 @dataclass(frozen=True)
@@ -69,8 +42,10 @@ class Program:
     kernel: dict[str, Array]
     waits: pl.DataFrame
     """(wait, target): events that each wait with named requests, or on a stream, waits for."""
-    layouts: dict[tuple[bool, int], Layout] = field(default_factory=dict)
-    """Those made so far, by ``one_stream`` and ``flip_lanes`` of the scenario."""
+    layouts: dict[tuple[bool, int, int], Layout] = field(default_factory=dict)
+    """Those made so far, by the scenario's ``reading``."""
+    made: dict[str, Array] = field(default_factory=dict)
+    """Arrays made so far that only some scenarios need."""
 
     def events_of(self, job: int) -> pl.DataFrame:
         """The events of one job, without a copy."""
@@ -156,14 +131,13 @@ def build(m: Matching) -> Program:
     kernel: dict[str, Array] = {
         "host_blocks": flags(e["blocking"]) | is_wait,
         "wait_kind": wait_kind,
-        "wait_left": wait_left,
+        "wait_needs": wait_left,
         "dep_start": dep_start,
         "dep_wait": dep_wait,
         "node1": np.where(alone, np.int32(-1), node1),
         "node2": node2,
         "alone": alone,
-        "done": flags(e["done"]),
-        "passed": flags(e["passed"]),
+        "known": flags(e["done"]) + 2 * flags(e["passed"]).astype(np.uint8),
         "node_start": node_start,
         "node_part": node_part,
         "node_kind": codes(m.nodes["kind"]),
@@ -265,7 +239,7 @@ def _dense(values: Array) -> Array:
 
 def layout(p: Program, scenario: Scenario) -> Layout:
     """Lanes, queues and batches under the scenario's reading of streams."""
-    key = (scenario.one_stream, scenario.flip_lanes)
+    key = scenario.reading
     if key not in p.layouts:
         p.layouts[key] = _layout(p, scenario)
     return p.layouts[key]
@@ -278,6 +252,9 @@ def _layout(p: Program, scenario: Scenario) -> Layout:
     strings = p.matching.prepared.trace.strings.height + 1
     if scenario.one_stream:
         stream = np.where(stream >= 0, np.int32(0), np.int32(-1))
+    elif scenario.queues:
+        stream = _shared_queues(p, scenario.queues)
+        strings = max(strings, scenario.queues)
     if scenario.flip_lanes >= 0:
         lane = p.lane.astype(np.int64)
         flipped = np.where(p.rank_of >> scenario.flip_lanes & 1, -lane, lane)
@@ -288,163 +265,41 @@ def _layout(p: Program, scenario: Scenario) -> Layout:
     )
 
 
+def _shared_queues(p: Program, queues: int) -> Array:
+    """int32[n]: the queue of each event where a rank's streams share so many in turn.
+
+    The k-th stream of a rank, in order of first use, is on queue k modulo ``queues``.
+    """
+    on = np.flatnonzero(p.stream >= 0)
+    key = p.r[on].astype(np.int64) << 32 | p.stream[on]
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    seen = np.argsort(np.argsort(first))  # streams of all ranks in order of first use
+    rank = p.r[on[first]]
+    of_rank = np.lexsort((seen, rank))
+    begin = np.concatenate([[True], np.diff(rank[of_rank]) != 0])[: len(of_rank)]
+    place = np.arange(len(of_rank))
+    turn = np.empty(len(of_rank), np.int32)
+    turn[of_rank] = place - np.maximum.accumulate(np.where(begin, place, 0))
+    out = np.full(len(p.r), -1, np.int32)
+    out[on] = turn[inverse] % queues
+    return out
+
+
 def run(p: Program, scenario: Scenario, jobs: Array | None = None) -> Fixpoint:
     """The least fixpoint of the given jobs (default: all), on the engine of the program.
 
     ``jobs`` int32: their numbers; the others stay untouched (nothing issued).
     """
-    lay = layout(p, scenario)
-    k = p.kernel
     n_jobs = len(p.job_event) - 1
-    job_of_rank = p.matching.prepared.ranks["job"].to_numpy()
-    done = k["done"] if scenario.use_states else np.zeros(len(p.r), np.bool_)
-    if scenario.use_records:
-        done = done | k["passed"]
     chosen = np.arange(n_jobs, dtype=np.int32) if jobs is None else jobs.astype(np.int32)
-
-    def offsets(of_rank: Array) -> Array:
-        return np.searchsorted(job_of_rank[of_rank], np.arange(n_jobs + 1)).astype(np.int32)
-
-    where = _Where(chosen, offsets(lay.lane_rank), offsets(lay.queue_rank), done)
-    how = _by_work_list if p.matching.prepared.engine.passes else _in_rounds
-    return how(p, scenario, lay, where)
-
-
-@dataclass(frozen=True)
-class _Where:
-    """The jobs of a run, where the places of each job begin, and what is known to be complete."""
-
-    jobs: Array
-    job_lane: Array
-    job_queue: Array
-    done: Array
-
-
-def _by_work_list(p: Program, scenario: Scenario, lay: Layout, where: _Where) -> Fixpoint:
-    """The fixpoint by the compiled work list of :mod:`replay_kernel`."""
-    k = p.kernel
-    n = len(p.r)
-    issued, started, completed = (np.zeros(n, np.bool_) for _ in range(3))
-    lane_at = np.full(len(lay.lane_first), -1, np.int32)
-    queue_at = np.full(len(lay.queue_first), -1, np.int32)
-    partner = np.full(n, -1, np.int32)
-    scratch = replay_kernel.scratch(
-        n, len(lay.lane_first), len(lay.queue_first), len(lay.unit_first), len(k["node_kind"])
-    )
-    # how far each mailbox is behind us
-    take_at, send_at = k["take_start"][:-1].copy(), k["send_start"][:-1].copy()
-    replay_kernel.run(
-        where.jobs, p.job_event, where.job_lane, where.job_queue, k["job_box"],
-        lay.lane_of, lay.lane_next, lay.lane_first,
-        lay.queue_of, lay.queue_next, lay.queue_first,
-        lay.unit_of, lay.unit_first, lay.unit_size,
-        k["host_blocks"], k["wait_kind"], k["wait_left"].copy(), k["dep_start"], k["dep_wait"],
-        k["node1"], k["node2"], k["role"], _eager(p, scenario), k["alone"], where.done,
-        k["node_start"], k["node_part"], k["node_kind"], k["node_need"], k["node_blocks"],
-        k["take_start"], k["take_event"], k["take_one"], k["send_start"], k["send_event"],
-        p.rank_of, k["peer"], k["tag"], k["recv_peer"], k["recv_tag"],
-        scenario.early_release, scenario.atomic_batch, scenario.wild_high,
-        issued, started, completed, lane_at, queue_at, partner, *scratch, take_at, send_at,
-        *replay_kernel.stacks(where.jobs, p.job_event, where.job_lane, where.job_queue),
-    )  # fmt: skip
-    return Fixpoint(scenario, issued, started, completed, lane_at, queue_at, partner, lay)
-
-
-_MOST_EVENTS: Final = (1 << 29) - 1
-"""Parts are numbered in 32 bits, four an event."""
-
-
-def _in_rounds(p: Program, scenario: Scenario, lay: Layout, where: _Where) -> Fixpoint:
-    """The fixpoint by :mod:`rounds_kernel`, a block a job.
-
-    Raises:
-        OverflowError: more events than its numbers hold.
-    """
-    n = len(p.r)
-    if n > _MOST_EVENTS:
-        raise OverflowError(f"replay: expected at most {_MOST_EVENTS} events a shard, found {n}")
-    many = len(where.jobs)
-    places = where.job_lane[where.jobs + 1] - where.job_lane[where.jobs]
-    places = places + where.job_queue[where.jobs + 1] - where.job_queue[where.jobs]
-    got = p.matching.prepared.engine.launch(
-        rounds_kernel.bound,
-        rounds_arguments(p, scenario, lay, where),
-        many,
-        int(places.max(initial=0)),
-    )
+    cells = np.zeros((len(chosen), 3), np.int32)
+    cells[:, 0] = chosen
+    batch = batch_of(p, layout(p, scenario), [scenario], cells)
+    got = launch(p, batch)
     return Fixpoint(
         scenario, got["issued"], got["started"], got["completed"], got["lane_at"],
-        got["queue_at"], got["partner"], lay,
+        got["queue_at"], got["partner"], batch.layout,
     )  # fmt: skip
-
-
-def rounds_arguments(
-    p: Program, scenario: Scenario, lay: Layout, where: _Where
-) -> dict[str, Argument]:
-    """What :func:`rounds_kernel.rounds` takes, by name."""
-    n = len(p.r)
-    lanes, queues = len(lay.lane_first), len(lay.queue_first)
-    nodes, boxes = len(p.kernel["node_kind"]), len(p.kernel["take_start"]) - 1
-    k = {name: array for name, array in p.kernel.items() if name not in {"passed", "wait_left"}}
-    flag, number = np.bool_, np.int32
-    return {
-        **k,
-        "done": where.done,
-        "wait_needs": p.kernel["wait_left"],
-        "eager": _eager(p, scenario),
-        "jobs": where.jobs, "job_event": p.job_event,
-        "job_lane": where.job_lane, "job_queue": where.job_queue,
-        "lane_of": lay.lane_of, "lane_next": lay.lane_next, "lane_first": lay.lane_first,
-        "queue_of": lay.queue_of, "queue_next": lay.queue_next, "queue_first": lay.queue_first,
-        "unit_of": lay.unit_of, "unit_first": lay.unit_first, "unit_size": lay.unit_size,
-        "rank_of": p.rank_of,
-        "early": scenario.early_release,
-        "atomic": scenario.atomic_batch,
-        "wild_high": scenario.wild_high,
-        "issued": Fresh(n, flag, keep=True),
-        "started": Fresh(n, flag, keep=True),
-        "completed": Fresh(n, flag, keep=True),
-        "lane_at": Fresh(lanes, number, -1, keep=True),
-        "queue_at": Fresh(queues, number, -1, keep=True),
-        "partner": Fresh(n, number, -1, keep=True),
-        "waiting": Fresh(lanes + queues, number),
-        "ready": Fresh(n, flag),
-        "claimed": Fresh(n, number),
-        "parts_left": Fresh(n, number),
-        "satisfied": Fresh(n, number),
-        "wait_left": Fresh(n, number),
-        "units": Fresh(4 * len(lay.unit_first), number),
-        "arrived": Fresh(2 * nodes, number),
-        "root_in": Fresh(2 * nodes, flag),
-        "outstanding": Fresh(lanes, number),
-        "forced": Fresh(lanes, number, -1),
-        "take_at": Fresh(boxes, number),
-        "send_at": Fresh(boxes, number),
-        "counts": Fresh(rounds_kernel.COUNTERS * len(where.jobs), number),
-        "starts": Fresh(2 * n, number),
-        "sats": Fresh(4 * n, number),
-        "comps": Fresh(n, number),
-        "agents": Fresh(lanes + queues, number),
-    }  # fmt: skip
-
-
-def _eager(p: Program, scenario: Scenario) -> Array:
-    """bool[n]: sends that complete without a receiver (rule 5)."""
-    e = p.matching.events
-    n = e.height
-    mode = e["send_mode"]
-    plain = mode.null_count() == n or int(mode.max() or 0) == SEND_MODE["standard"]  # type: ignore[arg-type]
-    if plain and not scenario.eager_bytes:
-        return np.zeros(n, np.bool_)
-    how = codes(mode, SEND_MODE["standard"])
-    small = np.zeros(n, np.bool_)
-    if scenario.eager_bytes == Scenario.INFINITE:
-        small[:] = True
-    elif scenario.eager_bytes:
-        size = codes(e["bytes"])
-        small = (size >= 0) & (size <= scenario.eager_bytes)
-    out: Array = (how == SEND_MODE["buffered"]) | (small & (how != SEND_MODE["synchronous"]))
-    return out
 
 
 def replay(trace: Trace, matching: Matching, scenario: Scenario | None = None) -> pl.DataFrame:

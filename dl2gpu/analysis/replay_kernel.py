@@ -11,6 +11,37 @@ from typing import Any, Final
 
 import numpy as np
 
+from dl2gpu.analysis.choice_kernel import (
+    ATOMIC,
+    BUFFER_BYTES,
+    BUFFER_MESSAGES,
+    CHOICES,
+    CHOOSE_LAST,
+    CHOOSE_SEEDED,
+    COMPLETED,
+    DIGEST,
+    EAGER_BYTES,
+    EARLY,
+    FACTS,
+    GIVEN,
+    IN_POOL,
+    MASK,
+    OUTCOMES,
+    PARAMETERS,
+    POLICY,
+    POOL_BYTES,
+    SEED,
+    STANDING,
+    STATE,
+    WILD,
+    WILD_CHOSEN,
+    WILD_HIGH,
+    fill_channel,
+    fill_mailbox,
+    find_choice,
+    mixed,
+    satisfy,
+)
 from dl2gpu.engine.arrays import Array
 from dl2gpu.engine.native import (
     BoolRows,
@@ -21,7 +52,6 @@ from dl2gpu.engine.native import (
     Int64s,
     UInt8s,
     UInt32s,
-    helper,
     kernel,
 )
 
@@ -253,23 +283,11 @@ def scratch(n: int, lanes: int, queues: int, units: int, nodes: int) -> tuple[An
         np.zeros(n, np.int8),  # parts_left
         np.zeros(n, np.uint8),  # satisfied
         np.zeros((4, units), np.int32),  # unit_ready, unit_left, unit_total, unit_met
-        np.zeros((2, nodes), np.int32),  # arrived
+        np.zeros((3, nodes), np.int32),  # arrived; messages at the head of a channel that are gone
         np.zeros((2, nodes), np.bool_),  # root_in
         np.zeros(lanes, np.int32),  # outstanding
         np.full(lanes, -1, np.int32),  # forced: last event of the lane known to be passed
     )
-
-
-@helper(forceinline=True)
-def _satisfy(sats: Any, n: Any, satisfied: Any, part: Any) -> Any:
-    """Puts a part on the stack of satisfied parts, once. ``part``: 4 event + 2 layer + half."""
-    e = part >> 2
-    bit = np.uint8(1 << (part & 3))
-    if satisfied[e] & bit:
-        return n
-    satisfied[e] |= bit
-    sats[n] = part
-    return n + 1
 
 
 def stacks(
@@ -289,29 +307,44 @@ def stacks(
 
 @kernel
 def run(
-    jobs: Int32s, job_event: Int32s, job_lane: Int32s, job_queue: Int32s, job_box: Int32s,
+    cells: Int32s, table: Int64s, width: int, record: int,
+    job_event: Int32s, job_lane: Int32s, job_queue: Int32s, job_box: Int32s,
     lane_of: Int32s, lane_next: Int32s, lane_first: Int32s,
     queue_of: Int32s, queue_next: Int32s, queue_first: Int32s,
     unit_of: Int32s, unit_first: Int32s, unit_size: Int32s,
-    host_blocks: Bools, wait_kind: UInt8s, wait_left: Int32s, dep_start: Int32s, dep_wait: Int32s,
-    node1: Int32s, node2: Int32s, role: Int8s, eager: Bools, alone: Bools, done: Bools,
+    host_blocks: Bools, wait_kind: UInt8s, wait_needs: Int32s, dep_start: Int32s, dep_wait: Int32s,
+    node1: Int32s, node2: Int32s, role: Int8s, eager_at: Int64s, alone: Bools, known: UInt8s,
     node_start: Int32s, node_part: Int32s, node_kind: Int8s, node_need: Int32s, node_blocks: Bools,
+    channel: Int32s, sender: Int32s, pool_of: Int32s,
     take_start: Int32s, take_event: Int32s, take_one: Bools, send_start: Int32s, send_event: Int32s,
     rank_of: Int32s, peer: Int32s, tag: Int64s, recv_peer: Int32s, recv_tag: Int64s,
-    early: bool, atomic: bool, wild_high: bool,
     issued: Bools, started: Bools, completed: Bools, lane_at: Int32s, queue_at: Int32s,
-    partner: Int32s,
+    partner: Int32s, outcome: Int64s, order: Int32s,
+    wait_left: Int32s,
     waiting: Bools, ready: Bools, parts_left: Int8s, satisfied: UInt8s, units: Int32Rows,
     arrived: Int32Rows, root_in: BoolRows, outstanding: Int32s, forced: Int32s,
-    take_at: Int32s, send_at: Int32s,
+    take_at: Int32s, send_at: Int32s, pool_used: Int64s,
     starts: Int64s, sats: Int64s, comps: Int32s, agents: Int32s,
 ) -> None:  # fmt: skip
-    """Runs the given jobs to their least fixpoint; writes ``issued`` to ``partner``.
+    """Runs each cell, a job under a scenario, to its least fixpoint; writes ``issued`` and on.
 
-    ``jobs`` int32[..] numbers of jobs; ``job_*`` offsets of each job's events, lanes, queues and
+    ``cells`` int32[3 * c]: job, row of the scenario, and a number that is of use to
+    :mod:`rounds_kernel` only. ``table`` int64[.. * width]: the scenarios, see ``EAGER_BYTES`` to
+    ``GIVEN`` above. Cells of one job lie side by side: its arrays ``issued`` to ``partner`` are
+    those of the last of them in the end. ``outcome`` int64[c * record] has a row for each cell
+    (``COMPLETED`` to ``STATE``, and its trail). ``order`` int32[4 * n], or empty: the steps of the
+    last cell numbered from 1, when each event was issued, started and completed, and when a
+    receive took its message, or a send took room in a pool.
+
+    ``job_*`` offsets of each job's events, lanes, queues and
     mailboxes. ``wait_kind`` uint8[n]: 0 no wait, 1 named requests, 2 everything before it in the
-    lane. ``wait_left`` int32[n] is consumed. ``node_part`` lists the parts of a node as
-    ``2 * event + half``. ``lane_at``/``queue_at`` int32: where each place stands at the fixpoint,
+    lane. ``wait_needs`` int32[n] how many of them. ``node_part`` lists the parts of a node as
+    ``2 * event + half``. ``eager_at`` int64[n]: the eager threshold from which a send needs no
+    receiver (0: always; -1: never; its bytes otherwise), or empty: all need one. ``known``
+    uint8[n]: 1 recorded as complete, 2 shown to be passed by its host. ``channel`` int32[nodes]:
+    first message of each message's channel, ``sender`` its send; ``pool_of`` int32[n]: pool of each
+    send. These three are empty where no scenario has such buffers. ``lane_at``/``queue_at`` int32:
+    where each place stands at the fixpoint,
     -1 at its end. ``partner`` int32[n]: the event that a wildcard receive (or its send) was matched
     with.
 
@@ -321,14 +354,55 @@ def run(
     """
     n_lanes = len(lane_first)
     unit_ready, unit_left, unit_total, unit_met = units[0], units[1], units[2], units[3]
+    n_cells = len(cells) // 3
+    n = len(rank_of) if len(order) > 0 else 0
 
-    for j in jobs:
+    for cell in range(n_cells):
+        j = cells[3 * cell]
+        row = cells[3 * cell + 1] * width
+        eager_bytes = table[row + EAGER_BYTES]
+        early = table[row + EARLY] != 0
+        atomic = table[row + ATOMIC] != 0
+        wild_high = table[row + WILD] == WILD_HIGH
+        chosen = table[row + WILD] == WILD_CHOSEN or table[row + POOL_BYTES] > 0
+        buffer_messages, buffer_bytes = table[row + BUFFER_MESSAGES], table[row + BUFFER_BYTES]
+        bounded = buffer_messages > 0 or buffer_bytes > 0
+        pool_bytes = table[row + POOL_BYTES]
+        facts = table[row + FACTS]
+        decisions = 0
+        key1 = 0
+        key2 = 0
+        n_completed = 0
+        step = 0
         n_start = 0
         n_sat = 0
         n_comp = 0
         n_agent = 0
         early_mail = True
         e0, e1 = job_event[j], job_event[j + 1]
+        if cell > 0 and cells[3 * cell - 3] == j:
+            # the same job again: as if nothing had moved
+            for e in range(e0, e1):
+                issued[e] = started[e] = completed[e] = ready[e] = False
+                satisfied[e] = 0
+                wait_left[e] = wait_needs[e]
+                if len(recv_peer) > 0:
+                    partner[e] = -1
+            for e in range(e0, e1):
+                for half in range(2):
+                    v = node1[e] if half == 0 else node2[e]
+                    if v >= 0:
+                        arrived[0, v] = arrived[1, v] = arrived[2, v] = 0
+                        root_in[0, v] = root_in[1, v] = False
+                u = unit_of[e]
+                if u >= 0:
+                    unit_ready[u] = unit_left[u] = unit_total[u] = unit_met[u] = 0
+            for lane in range(job_lane[j], job_lane[j + 1]):
+                outstanding[lane] = 0
+                forced[lane] = -1
+            for b in range(job_box[j], job_box[j + 1]):
+                take_at[b] = take_start[b]
+                send_at[b] = send_start[b]
         for e in range(e0, e1):
             parts = 0
             if wait_kind[e] == 0 and not alone[e]:
@@ -340,12 +414,13 @@ def run(
             if unit_of[e] >= 0:
                 unit_left[unit_of[e]] += parts
                 unit_total[unit_of[e]] += parts
-            if done[e]:
+            if known[e] & facts:
                 # rule 7: what the trace says completed, completed; its lane got at least here
                 forced[lane_of[e]] = e
         for e in range(e0, e1):
-            if not done[e]:
+            if not known[e] & facts:
                 continue
+            n_completed += 1
             issued[e] = True
             started[e] = True
             completed[e] = True
@@ -384,6 +459,10 @@ def run(
                 if completed[e]:
                     continue
                 completed[e] = True
+                n_completed += 1
+                if n > 0:
+                    step += 1
+                    order[2 * n + e] = step
                 lane = lane_of[e]
                 if queue_of[e] >= 0 or not host_blocks[e]:
                     outstanding[lane] -= 1
@@ -419,7 +498,7 @@ def run(
                         if unit_met[u] == unit_total[u]:
                             x = unit_first[u]
                             while x >= 0 and unit_of[x] == u:
-                                if not done[x]:
+                                if not known[x] & facts:
                                     starts[n_start] = 2 * x + 1
                                     n_start += 1
                                 x = lane_next[x]
@@ -446,6 +525,9 @@ def run(
                 u = unit_of[e]
                 if not started[e]:
                     started[e] = True
+                    if n > 0:
+                        step += 1
+                        order[n + e] = step
                     if parts_left[e] == 0:
                         if u < 0 or unit_left[u] == 0:
                             comps[n_comp] = e
@@ -461,14 +543,19 @@ def run(
                 for half in range(2):
                     v = node1[e] if half == 0 else node2[e]
                     kind = role[e] if half == 0 else RECV
-                    if kind == SEND and half == 0 and eager[e]:
+                    if (
+                        kind == SEND
+                        and half == 0
+                        and eager_bytes >= 0
+                        and 0 <= eager_at[e] <= eager_bytes
+                    ):
                         # rule 5, buffered: a send needs nobody
-                        n_sat = _satisfy(sats, n_sat, satisfied, code)
+                        n_sat = satisfy(sats, n_sat, satisfied, code)
                     if v < 0:
                         continue
                     if kind == PROBE:
                         if root_in[layer, v]:
-                            n_sat = _satisfy(sats, n_sat, satisfied, code)
+                            n_sat = satisfy(sats, n_sat, satisfied, code)
                         continue
                     arrived[layer, v] += 1
                     if kind == ROOT or kind == SEND:
@@ -477,7 +564,12 @@ def run(
                             for x in range(node_start[v], node_start[v + 1]):
                                 w = node_part[x] >> 1
                                 if role[w] == PROBE and started[w]:
-                                    n_sat = _satisfy(sats, n_sat, satisfied, 4 * w + 2 * layer)
+                                    n_sat = satisfy(sats, n_sat, satisfied, 4 * w + 2 * layer)
+                    if bounded and node_kind[v] == MESSAGE:
+                        n_sat = fill_channel(
+                            channel[v], layer, buffer_messages, buffer_bytes, channel, sender,
+                            eager_at, node_blocks, arrived, root_in, sats, n_sat, satisfied,
+                        )  # fmt: skip
                     if node_blocks[v]:
                         continue
                     if early and node_kind[v] == ROOT_SENDS:
@@ -486,19 +578,19 @@ def run(
                             for x in range(node_start[v], node_start[v + 1]):
                                 w = node_part[x] >> 1
                                 if started[w]:
-                                    n_sat = _satisfy(sats, n_sat, satisfied, 4 * w + 2 * layer)
+                                    n_sat = satisfy(sats, n_sat, satisfied, 4 * w + 2 * layer)
                         elif root_in[layer, v]:
-                            n_sat = _satisfy(sats, n_sat, satisfied, code + half)
+                            n_sat = satisfy(sats, n_sat, satisfied, code + half)
                         continue
                     if early and node_kind[v] == ROOT_RECEIVES and kind != ROOT:
-                        n_sat = _satisfy(sats, n_sat, satisfied, code + half)
+                        n_sat = satisfy(sats, n_sat, satisfied, code + half)
                     if arrived[layer, v] != node_need[v]:
                         continue
                     # rules 3 and 5: all have come
                     for x in range(node_start[v], node_start[v + 1]):
                         w = node_part[x] >> 1
                         if role[w] != PROBE:
-                            n_sat = _satisfy(
+                            n_sat = satisfy(
                                 sats, n_sat, satisfied, 4 * w + 2 * layer + (node_part[x] & 1)
                             )
             elif n_agent > 0:
@@ -513,6 +605,9 @@ def run(
                         passed_before = e <= forced[lane]
                         if not issued[e]:
                             issued[e] = True
+                            if n > 0:
+                                step += 1
+                                order[e] = step
                             if queue_of[e] >= 0 or not host_blocks[e]:
                                 outstanding[lane] += 1
                             if queue_of[e] >= 0:
@@ -523,6 +618,9 @@ def run(
                                     n_agent += 1
                             elif wait_kind[e] != 0:
                                 started[e] = True
+                                if n > 0:
+                                    step += 1
+                                    order[n + e] = step
                             else:
                                 # rule 2: a host operation starts when issued, a batch as a unit
                                 ready[e] = True
@@ -552,6 +650,7 @@ def run(
                                 if wait_kind[e] != 0:
                                     # the host is known to have gone past this wait
                                     completed[e] = True
+                                    n_completed += 1
                             elif unit_of[e] < 0:
                                 break
                         u = unit_of[e]
@@ -578,6 +677,9 @@ def run(
                     if e < 0 or not issued[e]:
                         continue
                     if wait_kind[e] != 0:
+                        if n > 0 and not started[e]:
+                            step += 1
+                            order[n + e] = step
                         started[e] = True
                         if wait_left[e] <= 0:
                             comps[n_comp] = e
@@ -606,6 +708,65 @@ def run(
             else:
                 # nothing else moves: wildcard receives take what is there (rule 5)
                 met = False
+                if bounded:
+                    for b in range(job_box[j], job_box[j + 1]):
+                        before = n_sat
+                        n_sat = fill_mailbox(
+                            send_at[b], send_start[b + 1], buffer_messages, buffer_bytes,
+                            send_event, rank_of, tag, eager_at, started, partner,
+                            sats, n_sat, satisfied,
+                        )  # fmt: skip
+                        met |= n_sat > before
+                    if met:
+                        continue
+                if chosen:
+                    # one of the choices there are, and then all that follows from it
+                    many, e, s, half, free = find_choice(
+                        -1, job_box[j], job_box[j + 1], take_at, take_start, take_event, take_one,
+                        send_at, send_start, send_event, role, rank_of, peer, tag, recv_peer,
+                        recv_tag, issued, started, satisfied, partner,
+                        e0, e1, pool_bytes, pool_of, pool_used, eager_at, node1, channel, sender,
+                        arrived, root_in, node_blocks,
+                    )  # fmt: skip
+                    if many == 0:
+                        break
+                    if many > 1:
+                        pick = 0
+                        if decisions < table[row + GIVEN]:
+                            pick = table[row + PARAMETERS + decisions] % many
+                        elif table[row + POLICY] == CHOOSE_LAST:
+                            pick = many - 1
+                        elif table[row + POLICY] == CHOOSE_SEEDED:
+                            pick = mixed(table[row + SEED] + 7919 * mixed(decisions)) % many
+                        if OUTCOMES + 2 * decisions + 1 < record:
+                            at = cell * record + OUTCOMES + 2 * decisions
+                            outcome[at] = many | (pick << 31)
+                            outcome[at + 1] = (key1 << 31) | key2
+                        decisions += 1
+                        many, e, s, half, free = find_choice(
+                            pick, job_box[j], job_box[j + 1], take_at, take_start, take_event,
+                            take_one, send_at, send_start, send_event, role, rank_of, peer, tag,
+                            recv_peer, recv_tag, issued, started, satisfied, partner,
+                            e0, e1, pool_bytes, pool_of, pool_used, eager_at, node1, channel,
+                            sender, arrived, root_in, node_blocks,
+                        )  # fmt: skip
+                    if n > 0:
+                        step += 1
+                        order[3 * n + (s if free else e)] = step
+                    if free:
+                        satisfied[s] |= IN_POOL
+                    else:
+                        n_sat = satisfy(sats, n_sat, satisfied, 4 * e + 2 + half)
+                        if role[e] == PROBE:
+                            continue
+                        if half == 0:
+                            partner[e] = s
+                        partner[s] = e
+                    n_sat = satisfy(sats, n_sat, satisfied, 4 * s + 2)
+                    mark = mixed(e - e0 + 2) if e >= 0 else 1
+                    key1 = (key1 + mixed(mark ^ mixed(s - e0 + 77))) & MASK
+                    key2 = (key2 + mixed(mark + 3 * mixed(s - e0 + 13))) & MASK
+                    continue
                 for b in range(job_box[j], job_box[j + 1]):
                     while not early_mail and take_at[b] < take_start[b + 1]:
                         e = take_event[take_at[b]]
@@ -622,7 +783,7 @@ def run(
                             break  # nor are those behind it
                         half = 1 if role[e] == SEND else 0  # 1: the receive of a sendrecv
                         # a receive that is recorded as complete has taken a message before
-                        over = early_mail and done[e] and role[e] == RECV
+                        over = early_mail and known[e] & facts and role[e] == RECV
                         if not started[e] or (satisfied[e] & (4 + 4 * half) and not over):
                             continue
                         src = peer[e] if half == 0 else recv_peer[e]
@@ -645,12 +806,37 @@ def run(
                                 break
                         if best >= 0:
                             met = True
-                            n_sat = _satisfy(sats, n_sat, satisfied, 4 * e + 2 + half)
+                            if n > 0:
+                                step += 1
+                                order[3 * n + e] = step
+                            n_sat = satisfy(sats, n_sat, satisfied, 4 * e + 2 + half)
                             if role[e] != PROBE:
                                 if half == 0:
                                     partner[e] = best
                                 partner[best] = e
-                                n_sat = _satisfy(sats, n_sat, satisfied, 4 * best + 2)
+                                n_sat = satisfy(sats, n_sat, satisfied, 4 * best + 2)
                 early_mail = False
                 if not met:
                     break
+        if record > 0:
+            at = cell * record
+            standing = 0
+            digest1 = 0
+            digest2 = 0
+            for lane in range(job_lane[j], job_lane[j + 1]):
+                e = lane_at[lane]
+                if e >= 0:
+                    standing += 1
+                    digest1 = (digest1 + mixed(e - e0 + 5)) & MASK
+                    digest2 = (digest2 + mixed(3 * (e - e0) + 11)) & MASK
+            for queue in range(job_queue[j], job_queue[j + 1]):
+                e = queue_at[queue]
+                if e >= 0:
+                    standing += 1
+                    digest1 = (digest1 + mixed(e - e0 + 7)) & MASK
+                    digest2 = (digest2 + mixed(5 * (e - e0) + 17)) & MASK
+            outcome[at + COMPLETED] = n_completed
+            outcome[at + STANDING] = standing
+            outcome[at + DIGEST] = (digest1 << 31) | digest2
+            outcome[at + CHOICES] = decisions
+            outcome[at + STATE] = (key1 << 31) | key2

@@ -16,6 +16,32 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Final
 
+from dl2gpu.analysis.choice_kernel import (
+    ATOMIC,
+    BUFFER_BYTES,
+    BUFFER_MESSAGES,
+    CHOICES,
+    CHOOSE_LAST,
+    CHOOSE_SEEDED,
+    COMPLETED,
+    DIGEST,
+    EAGER_BYTES,
+    EARLY,
+    FACTS,
+    GIVEN,
+    IN_POOL,
+    MASK,
+    OUTCOMES,
+    PARAMETERS,
+    POLICY,
+    POOL_BYTES,
+    SEED,
+    STANDING,
+    STATE,
+    WILD,
+    WILD_CHOSEN,
+    WILD_HIGH,
+)
 from dl2gpu.analysis.replay_kernel import (
     MESSAGE,
     PROBE,
@@ -62,40 +88,97 @@ def bound(machine: Any) -> Callable[..., None]:
 
 
 def rounds(
-    jobs: Int32s, job_event: Int32s, job_lane: Int32s, job_queue: Int32s, job_box: Int32s,
+    cells: Int32s, table: Int64s, sizes: Int32s,
+    job_event: Int32s, job_lane: Int32s, job_queue: Int32s, job_box: Int32s,
     lane_of: Int32s, lane_next: Int32s, lane_first: Int32s,
     queue_of: Int32s, queue_next: Int32s, queue_first: Int32s,
     unit_of: Int32s, unit_first: Int32s, unit_size: Int32s,
     host_blocks: Bools, wait_kind: UInt8s, wait_needs: Int32s, dep_start: Int32s, dep_wait: Int32s,
-    node1: Int32s, node2: Int32s, role: Int8s, eager: Bools, alone: Bools, done: Bools,
+    node1: Int32s, node2: Int32s, role: Int8s, eager_at: Int64s, alone: Bools, known: UInt8s,
     node_start: Int32s, node_part: Int32s, node_kind: Int8s, node_need: Int32s, node_blocks: Bools,
+    channel: Int32s, sender: Int32s, pool_of: Int32s,
     take_start: Int32s, take_event: Int32s, take_one: Bools, send_start: Int32s, send_event: Int32s,
     rank_of: Int32s, peer: Int32s, tag: Int64s, recv_peer: Int32s, recv_tag: Int64s,
-    early: bool, atomic: bool, wild_high: bool,
-    issued: Bools, started: Bools, completed: Bools, lane_at: Int32s, queue_at: Int32s,
-    partner: Int32s,
-    waiting: Int32s, ready: Bools, claimed: Int32s, parts_left: Int32s, satisfied: Int32s,
-    wait_left: Int32s, units: Int32s, arrived: Int32s, root_in: Bools, outstanding: Int32s,
-    forced: Int32s, take_at: Int32s, send_at: Int32s,
-    counts: Int32s, starts: Int32s, sats: Int32s, comps: Int32s, agents: Int32s,
+    all_issued: Bools, all_started: Bools, all_completed: Bools, all_lane_at: Int32s,
+    all_queue_at: Int32s, all_partner: Int32s, outcome: Int64s,
+    all_waiting: Int32s, all_ready: Bools, all_claimed: Int32s, all_parts_left: Int32s,
+    all_satisfied: Int32s, all_wait_left: Int32s, all_units: Int32s, all_arrived: Int32s,
+    all_root_in: Bools, all_outstanding: Int32s, all_forced: Int32s, all_take_at: Int32s,
+    all_send_at: Int32s, all_pool_used: Int64s,
+    counts: Int32s, all_starts: Int32s, all_sats: Int32s, all_comps: Int32s, all_agents: Int32s,
 ) -> None:  # fmt: skip
-    """Runs the given jobs to their least fixpoint, a block a job; writes ``issued`` to ``partner``.
+    """Runs the given cells to their least fixpoint, a block a cell; writes ``all_issued`` and on.
 
-    What is read is as in :func:`replay_kernel.run` (``wait_needs`` is its ``wait_left``). What is
+    What is read is as in :func:`replay_kernel.run`. The third number of a cell says which copy of
+    the state it works on: ``all_x`` holds the copies of ``x`` one behind the other. No two cells of
+    one job have the same copy. ``sizes`` int32[10]: cells, words of a scenario, words of an
+    outcome, and n, l, q, u, v, mailboxes, pools (an array of no elements may have come with one).
+    What is
     written begins as zeros, but ``lane_at``, ``queue_at``, ``partner`` and ``forced`` as -1. With n
-    events, l lanes, q queues, u batches, v nodes and j given jobs, int32 unless said: ``waiting``
+    events, l lanes, q queues, u batches, v nodes and c given cells, int32 unless said, a copy of
+    each: ``waiting``
     [l+q] (a place is on a list), ``ready`` bool[n], ``claimed`` [n] (put on the list of
     completions), ``parts_left`` [n], ``satisfied`` [n] (a bit for each layer and half),
-    ``wait_left`` [n], ``units`` [4u], ``arrived`` [2v] and ``root_in`` bool[2v] (by node and
-    layer), ``outstanding`` [l], ``forced`` [l], ``take_at`` and ``send_at`` [mailboxes],
-    ``counts`` [COUNTERS * j]. Lists: ``starts`` [2n], ``sats`` [4n], ``comps`` [n], ``agents``
-    [l+q], each job at its own offset.
+    ``wait_left`` [n], ``units`` [4u], ``arrived`` [3v] (by node and layer; and messages at the head
+    of a channel that are gone) and ``root_in`` bool[2v], ``outstanding`` [l], ``forced`` [l],
+    ``take_at`` and ``send_at`` [mailboxes], ``pool_used`` int64[pools]. Lists: ``starts`` [2n],
+    ``sats`` [4n], ``comps`` [n], ``agents``
+    [l+q], each job at its own offset. ``counts`` [COUNTERS * c] is not copied.
     """
     me = cuda.threadIdx.x
     many = cuda.blockDim.x
-    n_lanes = len(lane_first)
-    for block in range(cuda.blockIdx.x, len(jobs), cuda.gridDim.x):
-        j = jobs[block]
+    n_cells, width, record = sizes[0], sizes[1], sizes[2]
+    n, n_lanes, n_queues = sizes[3], sizes[4], sizes[5]
+    n_units, n_nodes, n_boxes = sizes[6], sizes[7], sizes[8]
+    places = n_lanes + n_queues
+    for block in range(cuda.blockIdx.x, n_cells, cuda.gridDim.x):
+        j = cells[3 * block]
+        row = cells[3 * block + 1] * width
+        copy = cells[3 * block + 2]
+        issued = all_issued[copy * n : copy * n + n]
+        started = all_started[copy * n : copy * n + n]
+        completed = all_completed[copy * n : copy * n + n]
+        lane_at = all_lane_at[copy * n_lanes : copy * n_lanes + n_lanes]
+        queue_at = all_queue_at[copy * n_queues : copy * n_queues + n_queues]
+        partner = all_partner[copy * n : copy * n + n]
+        waiting = all_waiting[copy * places : copy * places + places]
+        ready = all_ready[copy * n : copy * n + n]
+        claimed = all_claimed[copy * n : copy * n + n]
+        parts_left = all_parts_left[copy * n : copy * n + n]
+        satisfied = all_satisfied[copy * n : copy * n + n]
+        wait_left = all_wait_left[copy * n : copy * n + n]
+        units = all_units[copy * 4 * n_units : copy * 4 * n_units + 4 * n_units]
+        arrived = all_arrived[copy * 3 * n_nodes : copy * 3 * n_nodes + 3 * n_nodes]
+        root_in = all_root_in[copy * 2 * n_nodes : copy * 2 * n_nodes + 2 * n_nodes]
+        outstanding = all_outstanding[copy * n_lanes : copy * n_lanes + n_lanes]
+        forced = all_forced[copy * n_lanes : copy * n_lanes + n_lanes]
+        take_at = all_take_at[copy * n_boxes : copy * n_boxes + n_boxes]
+        send_at = all_send_at[copy * n_boxes : copy * n_boxes + n_boxes]
+        starts = all_starts[copy * 2 * n : copy * 2 * n + 2 * n]
+        sats = all_sats[copy * 4 * n : copy * 4 * n + 4 * n]
+        comps = all_comps[copy * n : copy * n + n]
+        pool_used = all_pool_used[copy * sizes[9] : copy * sizes[9] + sizes[9]]
+        agents = all_agents[copy * places : copy * places + places]
+
+        eager_bytes = table[row + EAGER_BYTES]
+        early = table[row + EARLY] != 0
+        atomic = table[row + ATOMIC] != 0
+        wild_high = table[row + WILD] == WILD_HIGH
+        pool_bytes = table[row + POOL_BYTES]
+        chosen = table[row + WILD] == WILD_CHOSEN or pool_bytes > 0
+        buffer_messages, buffer_bytes = table[row + BUFFER_MESSAGES], table[row + BUFFER_BYTES]
+        bounded = buffer_messages > 0 or buffer_bytes > 0
+        facts = table[row + FACTS]
+        decisions = 0
+        key1 = 0
+        key2 = 0
+        ways = 0
+        got_e = -1
+        got_s = -1
+        got_half = 0
+        free = False
+        w = -1
+
         c0 = COUNTERS * block
         e0, e1 = job_event[j], job_event[j + 1]
         lane0, lane1 = job_lane[j], job_lane[j + 1]
@@ -131,7 +214,7 @@ def rounds(
             u = unit_of[e]
             if u >= 0:
                 cuda.atomic.add(units, 4 * u + TOTAL, parts)
-            if not done[e]:
+            if not known[e] & facts:
                 parts_left[e] = parts
                 if u >= 0:
                     cuda.atomic.add(units, 4 * u + LEFT, parts)
@@ -149,11 +232,11 @@ def rounds(
                 cuda.atomic.add(units, 4 * u + MET, parts)
             for layer in range(2):
                 if node1[e] >= 0 and role[e] != PROBE:
-                    cuda.atomic.add(arrived, 2 * node1[e] + layer, 1)
+                    cuda.atomic.add(arrived, 3 * node1[e] + layer, 1)
                     if role[e] == ROOT or role[e] == SEND:
                         root_in[2 * node1[e] + layer] = True
                 if node2[e] >= 0:
-                    cuda.atomic.add(arrived, 2 * node2[e] + layer, 1)
+                    cuda.atomic.add(arrived, 3 * node2[e] + layer, 1)
             for x in range(dep_start[e], dep_start[e + 1]):
                 cuda.atomic.add(wait_left, dep_wait[x], -1)
 
@@ -282,11 +365,16 @@ def rounds(
                         part = 4 * e + 2 * layer + half
                         bit = 1 << (part & 3)
                         free = False  # it needs nobody
-                        if kind == SEND and half == 0 and eager[e]:
+                        if (
+                            kind == SEND
+                            and half == 0
+                            and eager_bytes >= 0
+                            and 0 <= eager_at[e] <= eager_bytes
+                        ):
                             free = True  # rule 5, buffered
                         came = -1
                         if v >= 0 and kind != PROBE:
-                            came = cuda.atomic.add(arrived, 2 * v + layer, 1) + 1
+                            came = cuda.atomic.add(arrived, 3 * v + layer, 1) + 1
                             if kind == ROOT or kind == SEND:
                                 root_in[2 * v + layer] = True
                             if node_blocks[v] or (early and node_kind[v] == ROOT_SENDS):
@@ -309,6 +397,47 @@ def rounds(
             # --- who needs one other only: probes, and those released early (rule 4)
             for y in range(start_from + me, start_to, many):
                 e = starts[starts0 + y] >> 1
+                if bounded:
+                    # rule 5: a channel that got a message, or lost one, lets go what fits it now
+                    for part in range(2):
+                        v = node1[e] if part == 0 else node2[e]
+                        if v < 0 or node_kind[v] != MESSAGE:
+                            continue
+                        first = channel[v]
+                        for layer in range(2 if atomic else 1):
+                            layer = 1 - layer
+                            held = 0
+                            load = 0
+                            lead = True
+                            v = first + arrived[3 * first + 2]
+                            while v < n_nodes and channel[v] == first:
+                                there = 1 if root_in[2 * v + layer] else 0
+                                gone = arrived[3 * v + layer] > there and not node_blocks[v]
+                                w = sender[v]
+                                if w >= 0 and eager_at[w] > 0:
+                                    fits = buffer_messages == 0 or held < buffer_messages
+                                    if buffer_bytes > 0 and load > buffer_bytes - eager_at[w]:
+                                        fits = False
+                                    bit = 1 << (2 * layer)
+                                    if (
+                                        fits
+                                        and there == 1
+                                        and cuda.atomic.or_(satisfied, w, bit) & bit == 0
+                                    ):
+                                        at = cuda.atomic.add(counts, c0 + SATS, 1)
+                                        sats[sats0 + at] = 4 * w + 2 * layer
+                                    if not gone:
+                                        held += 1
+                                        load += min(eager_at[w], buffer_bytes)
+                                lead = lead and gone
+                                if lead and layer == 1:
+                                    # others may count the same: what is there is never too much
+                                    cuda.atomic.max(arrived, 3 * first + 2, v + 1 - first)
+                                if buffer_messages > 0 and held >= buffer_messages:
+                                    break
+                                if buffer_bytes > 0 and load >= buffer_bytes:
+                                    break
+                                v += 1
                 if parts_left[e] == 0 or node1[e] < 0:
                     continue
                 v = node1[e]
@@ -348,7 +477,7 @@ def rounds(
                     ):
                         x = unit_first[u]
                         while x >= 0 and unit_of[x] == u:
-                            if not done[x]:
+                            if not known[x] & facts:
                                 at = cuda.atomic.add(counts, c0 + STARTS, 1)
                                 starts[starts0 + at] = 2 * x + 1
                             x = lane_next[x]
@@ -404,8 +533,233 @@ def rounds(
             cuda.syncthreads()
             if counts[c0 + LANES] + counts[c0 + QUEUES] + counts[c0 + STARTS] - start_from > 0:
                 continue
-            if box0 == box1:
+            if box0 == box1 and pool_bytes == 0:
                 break
+            if bounded:
+                # --- buffers of the channels that lead to a mailbox
+                for b in range(box0 + me, box1, many):
+                    for y in range(send_at[b], send_start[b + 1]):
+                        s = send_event[y]
+                        if not started[s] or partner[s] >= 0 or satisfied[s] & 4 or eager_at[s] < 1:
+                            continue
+                        held = 0
+                        load = 0
+                        for z in range(y - 1, send_at[b] - 1, -1):
+                            w = send_event[z]
+                            if rank_of[w] != rank_of[s]:
+                                break
+                            if partner[w] < 0 and tag[w] == tag[s] and eager_at[w] > 0:
+                                held += 1
+                                load += min(eager_at[w], buffer_bytes)
+                        if buffer_messages > 0 and held >= buffer_messages:
+                            continue
+                        if buffer_bytes > 0 and load > buffer_bytes - eager_at[s]:
+                            continue
+                        cuda.atomic.or_(satisfied, s, 4)
+                        sats[sats0 + cuda.atomic.add(counts, c0 + SATS, 1)] = 4 * s + 2
+                        cuda.atomic.add(counts, c0 + TAKEN, 1)
+                cuda.syncthreads()
+                before = taken
+                taken = counts[c0 + TAKEN]
+                cuda.syncthreads()  # all have seen it before any of them takes more
+                if taken != before:
+                    continue
+            if chosen:
+                # --- one of the choices there are (see find_choice), and what follows from it
+                turn = 0
+                while me == 0 and turn < 2:
+                    pick = -1
+                    if turn == 1:
+                        pick = 0
+                        if decisions < table[row + GIVEN]:
+                            pick = table[row + PARAMETERS + decisions] % ways
+                        elif table[row + POLICY] == CHOOSE_LAST:
+                            pick = ways - 1
+                        elif table[row + POLICY] == CHOOSE_SEEDED:
+                            h = decisions & MASK
+                            h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
+                            h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
+                            h = (table[row + SEED] + 7919 * (h ^ (h >> 15))) & MASK
+                            h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
+                            h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
+                            pick = (h ^ (h >> 15)) % ways
+                        if OUTCOMES + 2 * decisions + 1 < record:
+                            at = block * record + OUTCOMES + 2 * decisions
+                            outcome[at] = ways | (pick << 31)
+                            outcome[at + 1] = (key1 << 31) | key2
+                        decisions += 1
+                    ways = 0
+                    got_e = -1
+                    got_s = -1
+                    got_half = 0
+                    free = False
+                    found = False  # a receive that is chosen for alone
+                    for b in range(box0, box1):
+                        while take_at[b] < take_start[b + 1]:
+                            e = take_event[take_at[b]]
+                            if not satisfied[e] & (8 if role[e] == SEND else 4):
+                                break
+                            take_at[b] += 1
+                        while send_at[b] < send_start[b + 1]:
+                            if partner[send_event[send_at[b]]] < 0:
+                                break
+                            send_at[b] += 1
+                        ahead = 0
+                        for x in range(take_at[b], take_start[b + 1]):
+                            e = take_event[x]
+                            if take_one[b] and not issued[e]:
+                                break
+                            half = 1 if role[e] == SEND else 0
+                            if not started[e] or satisfied[e] & (4 + 4 * half):
+                                continue
+                            src = peer[e] if half == 0 else recv_peer[e]
+                            want = tag[e] if half == 0 else recv_tag[e]
+                            mine = 0
+                            could = 0
+                            last = -1
+                            last_could = -1
+                            begin = ways
+                            mine_s = -1
+                            picked_s = -1
+                            for y in range(send_at[b], send_start[b + 1]):
+                                s = send_event[y]
+                                if partner[s] >= 0:
+                                    continue
+                                if src >= 0 and rank_of[s] != src:
+                                    continue
+                                if want >= 0 and tag[s] != want:
+                                    continue
+                                if rank_of[s] != last_could:
+                                    last_could = rank_of[s]
+                                    could += 1
+                                if not started[s] or rank_of[s] == last:
+                                    continue
+                                last = rank_of[s]
+                                over = False
+                                if ahead > 0:
+                                    for z in range(take_at[b], x):
+                                        w = take_event[z]
+                                        other = 1 if role[w] == SEND else 0
+                                        if role[w] == PROBE or not started[w]:
+                                            continue
+                                        if satisfied[w] & (4 + 4 * other):
+                                            continue
+                                        from_ = peer[w] if other == 0 else recv_peer[w]
+                                        with_ = tag[w] if other == 0 else recv_tag[w]
+                                        if from_ >= 0 and from_ != rank_of[s]:
+                                            continue
+                                        if with_ >= 0 and with_ != tag[s]:
+                                            continue
+                                        over = True
+                                        break
+                                if over:
+                                    continue
+                                if mine == 0:
+                                    mine_s = s
+                                if mine == pick:
+                                    picked_s = s
+                                if ways == pick or (pick < 0 and ways == 0):
+                                    got_e = e
+                                    got_s = s
+                                    got_half = half
+                                mine += 1
+                                ways += 1
+                            if role[e] == PROBE:
+                                ways = begin
+                                if mine > 0:
+                                    found = True
+                                    ways = 1
+                                    got_e = e
+                                    got_s = mine_s
+                                    got_half = 0
+                                    break
+                                continue
+                            if ahead == 0 and take_one[b] and mine > 0 and mine == could:
+                                found = True
+                                ways = mine
+                                got_e = e
+                                got_s = mine_s if pick < 0 else picked_s
+                                got_half = half
+                                break
+                            ahead += 1
+                        if found:
+                            break
+                    if not found and pool_bytes > 0:
+                        for e in range(e0, e1):
+                            if pool_of[e] >= 0:
+                                pool_used[pool_of[e]] = 0
+                        for e in range(e0, e1):
+                            if pool_of[e] >= 0 and satisfied[e] & IN_POOL:
+                                v = node1[e]
+                                gone = partner[e] >= 0
+                                if v >= 0:
+                                    there = 1 if root_in[2 * v + 1] else 0
+                                    gone = arrived[3 * v + 1] > there and not node_blocks[v]
+                                if not gone:
+                                    pool_used[pool_of[e]] += min(eager_at[e], pool_bytes)
+                        for e in range(e0, e1):
+                            if pool_of[e] < 0 or eager_at[e] <= 0:
+                                continue
+                            if not started[e] or satisfied[e] & 4:
+                                continue
+                            if pool_used[pool_of[e]] > pool_bytes - eager_at[e]:
+                                continue
+                            v = node1[e]
+                            if v >= 0 and v > channel[v]:
+                                s = sender[v - 1]
+                                if s >= 0 and started[s] and not satisfied[s] & 4:
+                                    continue
+                            if ways == pick or (pick < 0 and ways == 0):
+                                got_e = -1
+                                got_s = e
+                                free = True
+                            ways += 1
+                    turn += 1
+                    if ways <= 1:
+                        turn = 2
+                if me == 0 and ways > 0:
+                    counts[c0 + TAKEN] += 1
+                    if got_e >= 0:
+                        part = 4 * got_e + 2 + got_half
+                        bit = 1 << (part & 3)
+                        if satisfied[got_e] & bit == 0:
+                            satisfied[got_e] |= bit
+                            sats[sats0 + counts[c0 + SATS]] = part
+                            counts[c0 + SATS] += 1
+                    if free:
+                        satisfied[got_s] |= IN_POOL
+                    elif role[got_e] != PROBE:
+                        if got_half == 0:
+                            partner[got_e] = got_s
+                        partner[got_s] = got_e
+                    if free or role[got_e] != PROBE:
+                        if satisfied[got_s] & 4 == 0:
+                            satisfied[got_s] |= 4
+                            sats[sats0 + counts[c0 + SATS]] = 4 * got_s + 2
+                            counts[c0 + SATS] += 1
+                        h = int(got_e - e0 + 2) & MASK
+                        h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
+                        h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
+                        mark = h ^ (h >> 15) if got_e >= 0 else 1
+                        h = int(got_s - e0 + 77) & MASK
+                        h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
+                        h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
+                        h = (mark ^ (h ^ (h >> 15))) & MASK
+                        h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
+                        h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
+                        key1 = (key1 + (h ^ (h >> 15))) & MASK
+                        h = int(got_s - e0 + 13) & MASK
+                        h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
+                        h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
+                        h = (mark + 3 * (h ^ (h >> 15))) & MASK
+                        h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
+                        h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
+                        key2 = (key2 + (h ^ (h >> 15))) & MASK
+                cuda.syncthreads()
+                if counts[c0 + TAKEN] == taken:
+                    break
+                taken = counts[c0 + TAKEN]
+                continue
             # --- nothing else moves: wildcard receives take what is there (rule 5), a thread a
             # mailbox
             for b in range(box0 + me, box1, many):
@@ -424,7 +778,7 @@ def rounds(
                         break  # nor are those behind it
                     half = 1 if role[e] == SEND else 0  # 1: the receive of a sendrecv
                     # a receive that is recorded as complete has taken a message before
-                    over = early_mail and done[e] and role[e] == RECV
+                    over = early_mail and known[e] & facts and role[e] == RECV
                     if not started[e] or (satisfied[e] & (4 + 4 * half) and not over):
                         continue
                     src = peer[e] if half == 0 else recv_peer[e]
@@ -463,3 +817,32 @@ def rounds(
             if counts[c0 + TAKEN] == taken:
                 break
             taken = counts[c0 + TAKEN]
+        if record > 0:
+            cuda.syncthreads()
+            mine_completed = 0
+            for e in range(e0 + me, e1, many):
+                if completed[e]:
+                    mine_completed += 1
+            cuda.atomic.add(outcome, block * record + COMPLETED, mine_completed)
+            if me == 0:
+                standing = 0
+                digest1 = 0
+                digest2 = 0
+                for a in range(lane0, lane0 + lane1 - lane0 + queue1 - queue0):
+                    on_host = a < lane1
+                    e = lane_at[a] if on_host else queue_at[a - lane1 + queue0 - n_lanes]
+                    if e < 0:
+                        continue
+                    standing += 1
+                    h = int(e - e0 + 5) if on_host else int(e - e0 + 7)
+                    h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
+                    h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
+                    digest1 = (digest1 + (h ^ (h >> 15))) & MASK
+                    h = 3 * int(e - e0) + 11 if on_host else 5 * int(e - e0) + 17
+                    h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
+                    h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
+                    digest2 = (digest2 + (h ^ (h >> 15))) & MASK
+                outcome[block * record + STANDING] = standing
+                outcome[block * record + DIGEST] = (digest1 << 31) | digest2
+                outcome[block * record + CHOICES] = decisions
+                outcome[block * record + STATE] = (key1 << 31) | key2

@@ -24,7 +24,10 @@ from dl2gpu.analysis.tables import ROLE
 from dl2gpu.analysis.waitfor import Graph, stands_at
 from dl2gpu.trace.schema import EXIT
 
-__all__ = ["as_potential", "only_unbuffered", "plausible", "smallest_safe_buffer", "still_stuck"]
+__all__ = [
+    "ONE_QUEUE", "OTHER_MATCH", "as_potential", "only_unbuffered", "plausible",
+    "smallest_safe_buffer", "still_stuck",
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
 
@@ -129,10 +132,13 @@ def as_potential(f: Finding, condition: str, details: dict[str, Any] | None = No
     )  # fmt: skip
 
 
-_ONE_QUEUE: Final = (
+ONE_QUEUE: Final = (
     "only if the streams of a rank share one hardware queue, a launch queue fills, or a host "
     "synchronisation comes between"
 )
+
+
+OTHER_MATCH: Final = "only if a wildcard receive takes another message that fits"
 
 
 STRICTEST: Final = Scenario(one_stream=True, atomic_batch=True)
@@ -183,7 +189,7 @@ def plausible(p: Program, calm: Array, through: Array) -> Iterator[tuple[Scenari
     if len(several):
         yield (
             Scenario(one_stream=True),
-            _ONE_QUEUE,
+            ONE_QUEUE,
             several,
         )
     if e["lane"].min() != e["lane"].max():
@@ -211,6 +217,6 @@ def plausible(p: Program, calm: Array, through: Array) -> Iterator[tuple[Scenari
     if len(wild):
         yield (
             Scenario(wild_high=True),
-            "only if a wildcard receive takes another message that fits",
+            OTHER_MATCH,
             wild,
         )

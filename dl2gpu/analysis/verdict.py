@@ -16,6 +16,7 @@ import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis import host_called, observed, scenarios
+from dl2gpu.analysis.explore import Budget, explore
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.findings import findings_of, mismatch_at
 from dl2gpu.analysis.fingerprint import fingerprint
@@ -23,7 +24,9 @@ from dl2gpu.analysis.logs import from_logs, without_log_events
 from dl2gpu.analysis.matching import Matching, match
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.neighbourhood import pictured, timeline
+from dl2gpu.analysis.outcomes import outcomes
 from dl2gpu.analysis.ras import report_findings
+from dl2gpu.analysis.repair import with_repairs
 from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, build, run
 from dl2gpu.analysis.roots import find_causes
 from dl2gpu.analysis.shares import over_shares
@@ -157,6 +160,7 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
     findings = host_called.with_statements(m, findings, open_jobs)
     findings = _across_attempts(m, _merge(findings))
     findings = [_with_last(p, names, f, issued, completed) for f in findings]
+    findings = with_repairs(m.prepared.trace, findings, m.prepared.engine)
     findings += [replace(f, fingerprint=fingerprint(f)) for f in told]
     return _conclude(m, findings, open_jobs)
 
@@ -218,7 +222,66 @@ def _potentials(p: Program, names: Names, calm: Array, through: Array) -> list[F
             made = findings_of(p, names, graph, cause, "proven", {})
             found += [scenarios.as_potential(f, condition) for f in made]
         out += pictured(names, found)
+    out = [_with_overlap(p, f) for f in out]
+    return _by_matches(p, names, calm, out)
+
+
+_MATCHES: Final = 64
+"""Runs of a job in which wildcards take other messages."""
+
+
+def _by_matches(p: Program, names: Names, calm: Array, found: list[Finding]) -> list[Finding]:
+    """The findings with those that other matches of wildcards lead to, and how probable they are.
+
+    Jobs that stop under another reading are left alone.
+    """
+    box = p.matching.events["box"].to_numpy()
+    if box.max(initial=-1) < 0:
+        return found
+    wild = np.intersect1d(calm, p.matching.events["job"].to_numpy()[box >= 0])
+    known = {f.job: f for f in found}
+    jobs = [
+        int(j) for j in wild
+        if int(j) not in known or known[int(j)].condition == scenarios.OTHER_MATCH
+    ]  # fmt: skip
+    out = list(found)
+    for one in explore(p, jobs, Scenario(), Budget(_MATCHES)):
+        if not one.bad:
+            continue
+        scenario = Scenario(use_states=False, chosen=True, given=one.bad[0].given)
+        about = {
+            "witness": {"given": list(one.bad[0].given)},
+            "schedules": one.schedules if one.complete else one.sampled,
+            "every_schedule": one.complete,
+        }
+        if one.job not in known:
+            graph = build_graph(p, run(p, scenario, np.array([one.job], np.int32)))
+            other: list[Finding] = []
+            for cause in find_causes(graph):
+                made = findings_of(p, names, graph, cause, "proven", {})
+                other += [scenarios.as_potential(f, scenarios.OTHER_MATCH) for f in made]
+            out += pictured(names, other)
+        # of a sample that met none, the one that was found says that it can happen: not how often
+        share = one.probability if one.complete or one.probability else None
+        out = [
+            replace(f, probability=share, details=f.details | about) if f.job == one.job else f
+            for f in out
+        ]
     return out
+
+
+_QUEUES: Final = 8
+"""Hardware queues of a device, up to which it is said with how many an order bites."""
+
+
+def _with_overlap(p: Program, f: Finding) -> Finding:
+    """The finding with the numbers of device queues a rank with which it bites."""
+    if f.condition != scenarios.ONE_QUEUE:
+        return f
+    tried = [Scenario(queues=k) for k in range(1, _QUEUES + 1)]
+    o = outcomes(p, tried, np.array([[f.job, k] for k in range(_QUEUES)]))
+    bites = [k + 1 for k in range(_QUEUES) if o.standing[k]]
+    return replace(f, details=f.details | {"deadlocks_with_device_queues": bites})
 
 
 # --------------------------------------------------------------------------------------------------

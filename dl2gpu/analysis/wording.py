@@ -223,5 +223,14 @@ _ADVICE: Final[dict[str, str]] = {
 
 
 def advice_for(f: Finding) -> str:
-    """What to do next."""
-    return _ADVICE[f.kind]
+    """What to do next; repairs that were found to work in the replay, smallest change first."""
+    repairs = f.details.get("repairs", ())
+    if not repairs:
+        return _ADVICE[f.kind]
+    many = len(f.details["repairs_hold_under"])
+    told = "; or ".join(r["repair"] for r in repairs)
+    return (
+        f"{_ADVICE[f.kind]} Checked in the replay: {told}. With "
+        f"{'this' if len(repairs) == 1 else 'any of these'} the job finishes in all {many} "
+        "scenarios tried, as far as it is recorded."
+    )

@@ -30,6 +30,7 @@ from dl2gpu.engine.cpu import PLANS
 from dl2gpu.engine.gpu import thread_count
 from dl2gpu.trace.schema import Trace
 
+FREE = Scenario(use_states=False, chosen=True)
 SCENARIOS = {
     "rendezvous": Scenario(),
     "eager 16 B": Scenario(eager_bytes=16),
@@ -44,6 +45,16 @@ SCENARIOS = {
     "highest sender": Scenario(wild_high=True),
     "all generous": Scenario(Scenario.INFINITE, early_release=True, use_states=False),
     "all strict": Scenario(one_stream=True, atomic_batch=True),
+    "two queues": Scenario(queues=2),
+    "one message a channel": Scenario(buffer_messages=1),
+    "48 B a channel": Scenario(buffer_bytes=48, atomic_batch=True),
+    "2 messages, 64 B, eager": Scenario(buffer_messages=2, buffer_bytes=64, eager_bytes=16),
+    "chosen, first": FREE,
+    "chosen, given": replace(FREE, given=(1, 1, 0, 2), policy="last"),
+    "chosen, seeded": replace(FREE, policy="seeded", seed=5, buffer_messages=1),
+    "pool of the sender": replace(FREE, pool_bytes=48, policy="seeded", seed=1),
+    "pool of the receiver": replace(FREE, pool_bytes=4096, pool="receiver", policy="last"),
+    "pool of the job": replace(FREE, pool_bytes=64, pool="job", atomic_batch=True),
 }
 FACTS = ("issued", "started", "completed", "lane_at", "queue_at", "partner")
 

@@ -1,0 +1,439 @@
+"""Fixes, checked: candidate repairs of a finding are tried in the replay, and those that work told.
+
+A candidate is the job with a few operations changed. All candidates of a shard are jobs of one
+trace, matched once and replayed under all scenarios as one batch. A repair that does not let the
+job finish in every scenario that was explored is never told.
+
+Source: DESIGN.md section 6.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import polars as pl
+
+from dl2gpu.analysis.explore import Budget, explore
+from dl2gpu.analysis.finding import Finding
+from dl2gpu.analysis.matching import match
+from dl2gpu.analysis.outcomes import outcomes
+from dl2gpu.analysis.replay import build
+from dl2gpu.analysis.scenario import Scenario
+from dl2gpu.engine.arrays import Array, codes
+from dl2gpu.engine.base import Engine
+from dl2gpu.engine.cpu import CPU
+from dl2gpu.text import ranks
+from dl2gpu.trace.schema import EVENTS, OP, Trace, empty, one_job, op_name
+
+__all__ = ["SCENARIOS", "Candidate", "candidates", "with_repairs", "working"]
+
+SCENARIOS: Final = {
+    "rendezvous": Scenario(use_states=False),
+    "unlimited buffers": Scenario(use_states=False, eager_bytes=Scenario.INFINITE),
+    "one device queue a rank": Scenario(use_states=False, one_stream=True),
+    "incomplete batches hold back their partners": Scenario(use_states=False, atomic_batch=True),
+    "rooted collectives let go early": Scenario(use_states=False, early_release=True),
+    "other matches of wildcards": Scenario(use_states=False, wild_high=True),
+}
+"""A repair has to let the job finish under each of these."""
+
+KINDS: Final = (
+    "cycle", "order_inversion", "init_cycle", "missing_participant", "unmatched_p2p", "potential",
+)  # fmt: skip
+
+_MOST: Final = 24
+"""Candidates of a finding."""
+_OF_A_JOB: Final = 8
+"""Findings of a job that are tried to be repaired."""
+_MOST_EVENTS: Final = 500_000
+"""Events of all candidates of a finding; in larger jobs fewer are tried."""
+_TOLD: Final = 3
+_MATCHES: Final = 128
+"""Runs of a candidate whose wildcards make choices."""
+_NEAR: Final = 64
+"""Operations behind the one that hangs among which its counterpart is looked for."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A repair that may work: what it says, how many operations it changes, and what becomes of it.
+
+    ``eager_bytes``: messages of up to so many bytes are buffered in all scenarios.
+    """
+
+    words: str
+    cost: int
+    changed: dict[int, Row | None]
+    """By row of the job's events: the operation in its place, or None where it is left out."""
+    added: tuple[Row, ...] = ()
+    eager_bytes: int = 0
+
+
+def with_repairs(trace: Trace, findings: Sequence[Finding], engine: Engine = CPU) -> list[Finding]:
+    """The findings, those whose repair was found with it in their ``details`` ("repairs")."""
+    out = list(findings)
+    of: list[int] = []
+    jobs: list[tuple[Trace, list[Candidate]]] = []
+    held = 0
+
+    def settle() -> None:
+        for k, good in zip(of, working(jobs, engine), strict=True):
+            if good:
+                repairs = [{"repair": c.words, "operations": c.cost} for c in good[:_TOLD]]
+                evidence = {"repairs": repairs, "repairs_hold_under": sorted(SCENARIOS)}
+                out[k] = replace(out[k], details=out[k].details | evidence)
+        of.clear()
+        jobs.clear()
+
+    seen: Counter[int] = Counter()
+    for k, f in enumerate(findings):
+        if f.kind not in KINDS or f.evidence != "proven" or seen[f.job] >= _OF_A_JOB:
+            continue
+        seen[f.job] += 1
+        job = one_job(trace, f.job)
+        size = max(job.events.height, 1)
+        # whether a repair is tried depends on the job alone, and not on how a corpus is cut
+        made = candidates(job, f)[: _MOST_EVENTS // size] if size <= _MOST_EVENTS else []
+        if not made:
+            continue
+        of.append(k)
+        jobs.append((job, made))
+        held += len(made) * size
+        if held > _MOST_EVENTS:
+            settle()
+            held = 0
+    settle()
+    return out
+
+
+def working(
+    jobs: Sequence[tuple[Trace, Sequence[Candidate]]], engine: Engine = CPU
+) -> list[list[Candidate]]:
+    """Of each job those candidates that let it finish in every scenario, smallest change first.
+
+    The jobs are of one trace: their strings have the same codes.
+    """
+    tried = [(job, c) for job, of in jobs for c in of]
+    if not tried:
+        return [[] for _ in jobs]
+    spaced = {id(job): _spaced(job.events) for job, _ in jobs}
+    parts: dict[str, list[pl.DataFrame]] = {"events": [], "jobs": [], "ranks": [], "comms": []}
+    comms = 0
+    for number, (job, c) in enumerate(tried):
+        here = pl.lit(number, pl.Int32).alias("job")
+        parts["events"].append(
+            _applied(spaced[id(job)], c)
+            .with_columns(
+                here,
+                (pl.col("comm", "new_comm") + comms).cast(pl.Int32),
+                ordinal=pl.lit(None, pl.Int64),
+                state=pl.lit(0, pl.UInt8),
+            )
+            .select(EVENTS.keys())
+        )
+        parts["jobs"].append(job.jobs.with_columns(here))
+        parts["ranks"].append(job.ranks.with_columns(here))
+        parts["comms"].append(job.comms.with_columns(here, (pl.col("comm") + comms).cast(pl.Int32)))
+        comms += job.comms.height
+    some = {name: pl.concat(frames) for name, frames in parts.items()}
+    p = build(match(replace(tried[0][0], status=empty("status"), **some), engine))
+    scenarios = list(SCENARIOS.values())
+    usual = len(scenarios)
+    cells = []
+    for number, (_, c) in enumerate(tried):
+        first = 0
+        if c.eager_bytes:
+            first = len(scenarios)
+            scenarios += [
+                replace(s, eager_bytes=max(c.eager_bytes, s.eager_bytes))
+                for s in SCENARIOS.values()
+            ]
+        cells += [(number, first + k) for k in range(usual)]
+    o = outcomes(p, scenarios, np.array(cells))
+    good: Array = (o.standing == 0).reshape(len(tried), usual).all(axis=1).astype(np.bool_)
+    boxed = np.unique(codes(p.matching.events["job"])[codes(p.matching.events["box"]) >= 0])
+    wild = [int(n) for n in boxed if good[n]]
+    for one in explore(p, wild, Scenario(), Budget(_MATCHES)):
+        # where the matches are a choice, every one of them counts
+        good[one.job] = one.complete and not one.bad
+    out = []
+    first = 0
+    for _, of in jobs:
+        kept = [c for c, fine in zip(of, good[first : first + len(of)], strict=True) if fine]
+        out.append(sorted(kept, key=lambda c: (c.eager_bytes > 0, c.cost)))
+        first += len(of)
+    return out
+
+
+def _spaced(events: pl.DataFrame) -> pl.DataFrame:
+    """The events by lane, with room between their numbers for others."""
+    lane = ["rank", "lane"]
+    return events.sort(*lane, "seq").with_columns(seq=pl.col("seq") * 4)
+
+
+def _applied(base: pl.DataFrame, c: Candidate) -> pl.DataFrame:
+    keep = [k for k in range(base.height) if k not in c.changed]
+    rows = [row for row in (*c.changed.values(), *c.added) if row is not None]
+    return pl.concat([base[keep], pl.DataFrame(rows, schema=base.schema)])
+
+
+# --------------------------------------------------------------------------------------------------
+# Candidates
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The events of a job by lane; ``at`` finds those that a finding names."""
+
+    base: pl.DataFrame
+    strings: list[str]
+    ids: dict[int, str]
+    at: dict[tuple[int, int], int]
+
+    def row(self, k: int) -> Row:
+        return self.base.row(k, named=True)
+
+    def name(self, k: int) -> str:
+        row = self.row(k)
+        words = op_name(row["op"], self.strings)
+        if row["op"] in (OP["send"], OP["recv"]):
+            way = "to" if row["op"] == OP["send"] else "from"
+            return f"{words} {way} {row['peer'] if row['peer'] >= 0 else 'any'}"
+        return words + (f" of '{self.ids[row['comm']]}'" if row["comm"] is not None else "")
+
+    def behind(self, k: int) -> Iterator[int]:
+        """The operations of the same lane behind, waits left out."""
+        rank, lane = self.base.row(k)[1:3]
+        for x in range(k + 1, min(k + 1 + _NEAR, self.base.height)):
+            if self.base.row(x)[1:3] != (rank, lane):
+                return
+            if self.base["op"][x] != OP["wait"]:
+                yield x
+
+
+def candidates(job: Trace, f: Finding) -> list[Candidate]:
+    """Repairs that are worth trying, smallest change first."""
+    base = _spaced(job.events)
+    assert base.columns[1:3] == ["rank", "lane"]
+    number = base.select("rank", seq=pl.col("seq") // 4).rows()
+    at: dict[tuple[int, int], int] = {}
+    for k, key in enumerate(number):
+        at.setdefault(key, k)
+    strings = job.strings.sort("code")["text"].to_list()
+    ids = dict(job.comms.select("comm", "id").iter_rows())
+    j = _Job(base, strings, ids, at)
+    hangs = [
+        at[step["rank"], step["seq"]]
+        for step in (*f.hangs_at, *f.details.get("unmatched", ()))
+        if (step["rank"], step["seq"]) in at
+    ]
+    hangs = [k for k in dict.fromkeys(hangs) if base["op"][k] != OP["wait"]][:16]
+    made = [
+        *_swapped(j, hangs), *_batched(j, hangs), *_unblocked(j, hangs),
+        *_left_out(j, hangs, f), *_added(j, hangs, f),
+    ]  # fmt: skip
+    safe = f.details.get("safe_bytes")
+    if safe:
+        made.append(Candidate(f"buffer at least {safe} bytes of each message", 0, {}, (), safe))
+    unique = {c.words: c for c in made}
+    # raising a buffer changes no operation, but the surroundings: it comes last
+    return sorted(unique.values(), key=lambda c: (c.eager_bytes > 0, c.cost))[:_MOST]
+
+
+_SLOT: Final = ("job", "rank", "lane", "seq", "request", "blocking", "group")
+"""Columns that belong to a place in the program, whatever stands there."""
+
+
+def _swap(j: _Job, pairs: Sequence[tuple[int, int]]) -> dict[int, Row | None]:
+    out: dict[int, Row | None] = {}
+    for a, b in pairs:
+        first, second = j.row(a), j.row(b)
+        # what is asked for later by its number stays in its place; what blocks its host, too,
+        # but a message and a collective may differ in that
+        out[a] = second | {c: first[c] for c in _SLOT}
+        out[b] = first | {c: second[c] for c in _SLOT}
+    return out
+
+
+def _swapped(j: _Job, hangs: Sequence[int]) -> Iterator[Candidate]:
+    """Two operations of a rank change places: one that hangs, and one that others hang in."""
+    e = j.base
+    pairs: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for a in hangs:
+        wanted = {
+            (e["comm"][b], e["op"][b] if e["op"][b] >= OP["all_reduce"] else OP["send"])
+            for b in hangs if b != a
+        }  # fmt: skip
+        found: set[tuple[int, int]] = set()
+        for b in j.behind(a):
+            op = e["op"][b] if e["op"][b] >= OP["all_reduce"] else OP["send"]
+            key = (e["comm"][b], e["op"][b])
+            differs = (e["op"][a], e["comm"][a], e["peer"][a]) != (
+                e["op"][b], e["comm"][b], e["peer"][b],
+            )  # fmt: skip
+            if differs and (e["comm"][b], op) in wanted and key not in found:
+                found.add(key)
+                kind = (e["op"][a], e["comm"][a], e["op"][b], e["comm"][b])
+                pairs.setdefault(kind, []).append((a, b))
+    for same in pairs.values():
+        for a, b in same:
+            words = f"on rank {e['rank'][a]}, call {j.name(b)} before {j.name(a)}"
+            yield Candidate(words, 2, _swap(j, [(a, b)]))
+        if len(same) > 1:
+            who = ranks(e["rank"][a] for a, _ in same)
+            a, b = same[0]
+            words = f"on {who}, call {_kind(j, b)} before {_kind(j, a)}"
+            yield Candidate(words, 2 * len(same), _swap(j, same))
+
+
+def _kind(j: _Job, k: int) -> str:
+    """The operation without its peer, for several ranks together."""
+    words = op_name(j.base["op"][k], j.strings)
+    return words if j.base["op"][k] < OP["wait"] else j.name(k)
+
+
+def _pairs(j: _Job, hangs: Sequence[int]) -> list[tuple[int, int]]:
+    """A send or receive that hangs, and the next message of the other way right behind it."""
+    e = j.base
+    out = []
+    for a in hangs:
+        if e["op"][a] not in (OP["send"], OP["recv"]) or e["group"][a] is not None:
+            continue
+        b = next(iter(j.behind(a)), None)
+        other = OP["recv"] if e["op"][a] == OP["send"] else OP["send"]
+        if b == a + 1 and e["op"][b] == other and e["group"][b] is None:
+            out.append((a, b))
+    return out
+
+
+def _batched(j: _Job, hangs: Sequence[int]) -> Iterator[Candidate]:
+    """A send and a receive are issued as one batch."""
+    fresh = int(j.base["group"].max() or 0) + 1  # type: ignore[arg-type]
+    pairs = _pairs(j, hangs)
+
+    def change(some: Sequence[tuple[int, int]]) -> dict[int, Row | None]:
+        return {
+            k: j.row(k) | {"group": fresh + number}
+            for number, pair in enumerate(some) for k in pair
+        }  # fmt: skip
+
+    for pair in pairs:
+        rank = j.base["rank"][pair[0]]
+        words = f"on rank {rank}, batch {j.name(pair[0])} with {j.name(pair[1])}"
+        yield Candidate(words, 2, change([pair]))
+    if len(pairs) > 1:
+        who = ranks(j.base["rank"][a] for a, _ in pairs)
+        words = f"on {who}, batch the send with the receive next to it"
+        yield Candidate(words, 2 * len(pairs), change(pairs))
+
+
+def _unblocked(j: _Job, hangs: Sequence[int]) -> Iterator[Candidate]:
+    """A message does not hold its host, which waits for it behind the operation that follows."""
+    e = j.base
+    fresh = int(e["request"].max() or 0) + 1  # type: ignore[arg-type]
+    blank = dict.fromkeys(EVENTS)
+    for a in hangs:
+        if e["op"][a] not in (OP["send"], OP["recv"]) or e["stream"][a] is not None:
+            continue
+        if not e["blocking"][a] or e["group"][a] is not None:
+            continue
+        behind = next(iter(j.behind(a)), a)
+        row = j.row(a)
+        wait = blank | {
+            "job": row["job"], "rank": row["rank"], "lane": row["lane"],
+            "seq": int(e["seq"][behind]) + 1, "op": OP["wait"], "blocking": True,
+            "requests": [fresh], "mode": 0, "state": 0, "flags": 0,
+        }  # fmt: skip
+        words = f"on rank {row['rank']}, make {j.name(a)} non-blocking and wait for it "
+        words += f"behind {j.name(behind)}" if behind != a else "right after"
+        yield Candidate(words, 2, {a: row | {"blocking": False, "request": fresh}}, (wait,))
+
+
+def _left_out(j: _Job, hangs: Sequence[int], f: Finding) -> Iterator[Candidate]:
+    """The call that others do not make is not made."""
+    if f.kind not in ("missing_participant", "unmatched_p2p"):
+        return
+    e = j.base
+    if f.kind == "unmatched_p2p":
+        for a in hangs:
+            yield Candidate(f"on rank {e['rank'][a]}, leave out {j.name(a)}", 1, {a: None})
+        return
+    same: dict[tuple[Any, ...], list[int]] = {}
+    for a in hangs:
+        same.setdefault((e["comm"][a], e["op"][a]), []).append(a)
+    for some in same.values():
+        who = ranks(e["rank"][a] for a in some)
+        words = f"on {who}, leave out {_kind(j, some[0])}"
+        yield Candidate(words, len(some), dict.fromkeys(some))
+
+
+def _added(j: _Job, hangs: Sequence[int], f: Finding) -> Iterator[Candidate]:
+    """The missing call is made: at the end of the rank's program, or where the others make it."""
+    e = j.base
+    if f.kind == "unmatched_p2p":
+        for a in hangs:
+            row = j.row(a)
+            if row["op"] not in (OP["send"], OP["recv"]) or row["peer"] is None or row["peer"] < 0:
+                continue
+            if row["group"] is not None:
+                continue
+            partner = OP["recv"] if row["op"] == OP["send"] else OP["send"]
+            last = _last(j, row["peer"])
+            if last is None:
+                continue
+            call = row | {
+                "rank": row["peer"], "peer": row["rank"], "op": partner, "lane": last["lane"],
+                "seq": last["seq"] + 1, "request": None, "send_mode": None,
+            }  # fmt: skip
+            way = "from" if partner == OP["recv"] else "to"
+            words = f"on rank {row['peer']}, add the {op_name(partner, j.strings)} {way} "
+            yield Candidate(words + f"{row['rank']} at its end", 1, {}, (call,))
+        return
+    missing = f.details.get("missing_ranks") or f.culprits
+    if f.kind != "missing_participant" or not missing or not hangs or len(missing) > 16:
+        return
+    a = hangs[0]
+    row = j.row(a)
+    if row["op"] < OP["all_reduce"] or row["group"] is not None or row["comm"] is None:
+        return
+    before = e.filter(
+        (pl.col("rank") == row["rank"]) & (pl.col("comm") == row["comm"])
+        & (pl.col("op") >= OP["all_reduce"]) & (pl.col("seq") < row["seq"])
+    ).height  # fmt: skip
+    earlier = False  # than at its end
+    for where in ("there", "end"):
+        calls = []
+        for rank in missing:
+            mine = e.filter(
+                (pl.col("rank") == rank)
+                & (pl.col("comm") == row["comm"])
+                & (pl.col("op") >= OP["all_reduce"])
+            ).sort("seq")
+            last = _last(j, rank)
+            if last is None:
+                return
+            place = {"lane": last["lane"], "seq": last["seq"] + 1}
+            if where == "there" and before < mine.height:
+                place = {"lane": mine["lane"][before], "seq": mine["seq"][before] - 2}
+                earlier = True
+            calls.append(row | {"rank": rank, "request": None} | place)
+        tail = " where the others make it" if where == "there" else " at its end"
+        if where == "end" and not earlier:
+            return
+        words = f"on {ranks(missing)}, add {_kind(j, a)}{tail}"
+        yield Candidate(words, len(calls), {}, tuple(calls))
+
+
+def _last(j: _Job, rank: int) -> Row | None:
+    mine = j.base.filter(pl.col("rank") == rank)
+    return (
+        mine.sort("lane", "seq", descending=[True, False]).tail(1).to_dicts()[0]
+        if mine.height
+        else None
+    )
