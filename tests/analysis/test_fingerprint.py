@@ -87,7 +87,7 @@ def test_one_bug_in_all_forms_of_its_record() -> None:
     assert compared > 40
 
 
-ABSENT = {"missing_participant", "crashed_rank", "stalled_rank", "insufficient_evidence"}
+ABSENT = {"missing_participant", "crashed_rank", "stalled_rank"}
 """Kinds of which some records can only tell that somebody is absent."""
 
 
