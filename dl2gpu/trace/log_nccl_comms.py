@@ -17,7 +17,7 @@ from typing import Final
 import polars as pl
 
 from dl2gpu.trace.log_nccl_identity import COUNTED, identify
-from dl2gpu.trace.log_nccl_lines import Parsed
+from dl2gpu.trace.log_nccl_lines import MOST_RANKS, Parsed
 
 __all__ = ["Communicators", "resolve"]
 
@@ -70,6 +70,7 @@ def resolve(
     calls, ownerless = _owners(calls, comm_lines)
     calls = _without_copies(calls)
     lines = _generations(comm_lines)
+    calls, odd = _of_their_size(calls, lines)
     instances, calls = _instances(lines, calls)
     agents, instances = _agents(instances, calls, lines)
     calls = calls.join(instances.select("inst", "agent"), on="inst", maintain_order="left")
@@ -93,7 +94,7 @@ def resolve(
         instances=keyed.sort("inst"),
         agents=agents.sort("agent"),
         comms=comms,
-        lost=_lost(p.torn, ownerless, keyed, agents),
+        lost=_lost(p.torn, pl.concat([ownerless.select(odd.columns), odd]), keyed, agents),
         world=size,
         ranks_from=how,
     )
@@ -157,6 +158,17 @@ def _generations(lines: pl.DataFrame) -> pl.DataFrame:
         | ((event == "complete") & (before == "complete"))
     )
     return lines.with_columns(gen=fresh.cast(pl.Int64).cum_sum().over(key))
+
+
+def _of_their_size(calls: pl.DataFrame, lines: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Calls, and those whose number of ranks no line on their pointer names: lines mixed up."""
+    key = [*_PROCESS, "comm"]
+    known = lines.select(key).unique()
+    sized = lines.select(*key, "nranks").unique()
+    fits = calls.join(sized, on=[*key, "nranks"], how="semi")
+    free = calls.join(known, on=key, how="anti").filter(pl.col("nranks") <= MOST_RANKS)
+    good = pl.concat([fits, free]).sort("pos")
+    return good, calls.join(good.select("pos"), on="pos", how="anti")
 
 
 def _instances(lines: pl.DataFrame, calls: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -167,15 +167,32 @@ def true_hosts(pieces: pl.DataFrame) -> pl.DataFrame:
 
     They are known by the process: the same numbers under a name that is the end of the other.
     """
+    process = ["host", "pid", "tid"]
     names = (
         pieces.lazy()
         .filter(pl.col("host").is_not_null())
-        .group_by("host", "pid", "tid")
+        .group_by(process)
         .agg(seen=pl.len())
+        # of names with one end a few can be one name; in containers all processes have one number
+        .with_columns(end=pl.col("host").str.tail(_END))
+        .collect()
     )
+    if names.height < 2:
+        return pieces
+    few = names.filter(pl.len().over("end", "pid", "tid") <= _MOST_ALIKE)
+    short = names.filter(pl.col("host").str.len_bytes() < _END).sort("seen").head(_MOST_ALIKE)
     host, true = pl.col("host"), pl.col("host_true")
     pairs = (
-        names.join(names, on=["pid", "tid"], suffix="_true")
+        pl.concat(
+            [
+                few.join(few, on=["end", "pid", "tid"], suffix="_true").select(
+                    *process, "seen", "host_true", "seen_true"
+                ),
+                short.join(names, on=["pid", "tid"], suffix="_true").select(
+                    *process, "seen", "host_true", "seen_true"
+                ),
+            ]
+        )
         .filter(
             (host != true)
             & (
@@ -183,9 +200,8 @@ def true_hosts(pieces: pl.DataFrame) -> pl.DataFrame:
                 | (true.str.ends_with(host) & (pl.col("seen") < pl.col("seen_true")))
             )
         )
-        .group_by("host", "pid", "tid")
+        .group_by(process)
         .agg(true.sort_by("seen_true", "host_true").last())
-        .collect()
     )
     if pairs.is_empty():
         return pieces
@@ -194,6 +210,12 @@ def true_hosts(pieces: pl.DataFrame) -> pl.DataFrame:
         .with_columns(host=pl.coalesce("host_true", "host"))
         .drop("host_true")
     )
+
+
+_END: Final = 3
+"""Letters at the end of a name by which names are compared."""
+_MOST_ALIKE: Final = 256
+"""Names with one end, and processes of one number under them, that are compared."""
 
 
 def number(column: str, dtype: type[pl.DataType] = pl.Int64) -> pl.Expr:
