@@ -6,13 +6,15 @@ here, whatever the order in which shards were finished.
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import msgspec
 import polars as pl
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["ReportError", "canonical", "check_target", "load", "save", "to_json"]
 
 JSON_NAME: Final = "report.json"
+_ASIDE: Final = ".dl2gpu-report-"
+_LOCK: Final = "lock"
 _WRITERS: Final = 16  # a disk writes many files at once in the time of one
 _SUMMARY: Final[tuple[str, ...]] = (
     "jobs",
@@ -175,10 +179,8 @@ def save(
     if not exists:
         target.parent.mkdir(parents=True, exist_ok=True)
     # aside, but on the same file system: a rename across two would be a copy
-    with tempfile.TemporaryDirectory(
-        prefix=".dl2gpu-report-", dir=target if exists else target.parent
-    ) as aside:
-        new = Path(aside) / "report"
+    with _aside(target, target if exists else target.parent) as aside:
+        new = aside / "report"
         new.mkdir()  # not the temporary folder itself: that one is private to the user
         for name, frame in tables.items():
             frame.write_parquet(new / f"{name}.parquet", compression="zstd")
@@ -203,6 +205,43 @@ def save(
             _replace(new / name, target / name)
     _forget_pages(target, {*names} if pages else set())
     return target / JSON_NAME
+
+
+@contextmanager
+def _aside(target: Path, within: Path) -> Iterator[Path]:
+    """A folder for what is not complete yet; those of processes that were killed are taken away.
+
+    Its owner holds a lock in it, which ends with the process.
+    """
+    prefix = f"{_ASIDE}{target.name}-"
+    for place in {target, target.parent}:
+        with suppress(OSError):
+            for left in place.glob(f"{glob.escape(prefix)}*/{_LOCK}"):
+                _forget_if_left(left)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=within) as name:
+        aside = Path(name)
+        with (aside / _LOCK).open("wb") as lock:
+            _locked(lock)
+            yield aside
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Whether the lock of the file is ours now; False as well where there are no such locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: what is left stays
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _forget_if_left(path: Path) -> None:
+    with path.open("rb") as lock:
+        if _locked(lock):
+            shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _replace(new: Path, old: Path) -> None:

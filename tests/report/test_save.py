@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -261,3 +263,34 @@ def test_details_must_be_json(report: Report) -> None:
     )
     with pytest.raises(ReportError, match="finding m1: expected JSON in details"):
         broken.to_json()
+
+
+KILLED = """
+import os, sys
+from dl2gpu.report import save
+from dl2gpu.report.model import Report
+
+save.to_json = lambda report: os.kill(os.getpid(), 9)
+Report().save(sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals and locks")
+@pytest.mark.parametrize("exists", [False, True])
+def test_what_a_killed_process_left_is_taken_away(
+    report: Report, tmp_path: Path, exists: bool
+) -> None:
+    """By the next report that is written there, and not while its owner lives."""
+    out = tmp_path / "out"
+    if exists:
+        Report().save(out)
+    left = subprocess.run([sys.executable, "-c", KILLED, str(out)], check=False)
+    assert left.returncode == -9
+    place = out if exists else tmp_path
+    assert len(list(place.glob(".dl2gpu-report-*"))) == 1
+    with save_module._aside(out, place) as alive:
+        assert len(list(place.glob(".dl2gpu-report-*"))) == 1
+        report.save(out)
+        assert list(alive.iterdir()) == [alive / "lock"]
+    assert not list(place.glob(".dl2gpu-report-*"))
+    assert names(out) == FILES
