@@ -5,15 +5,16 @@
     python pipelines/live.py --out traces/ --list              what there is
 
 Needs the extra ``record`` and transformers. A job is some forked processes with a process group of
-a short timeout; the programs are in ``datasets/live/programs``. For each run, ``OUT/NAME/`` gets one
-record a rank and ``expect.json``, the label: from what was put in and what the run did.
+a short timeout; the programs are in ``datasets/live/programs``. For each run, ``OUT/NAME/`` gets
+one record a rank and ``expect.json``, the label: from what was put in and what the run did.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import gzip
+import importlib
 import json
 import multiprocessing
 import os
@@ -34,46 +35,49 @@ CONTEXT = multiprocessing.get_context("fork")
 def load() -> dict[str, Any]:
     """The programs by name. Imports PyTorch, once, for all the processes that are forked."""
     sys.path[:0] = [str(PROGRAMS), str(ROOT)]
-    import importlib
-
-    import torch
-
-    torch.set_num_threads(1)
+    importlib.import_module("torch").set_num_threads(1)
     for module in MODULES:
         importlib.import_module(module)
-    importlib.import_module("transformers")
-    from case import PROGRAMS as programs
+    for make in importlib.import_module("models").MAKE.values():
+        make()  # much is imported only when a model is made: here, and not in each process
+    for module in ("torch._dynamo", "dl2gpu.record.dispatch", "dl2gpu.record.watch"):
+        importlib.import_module(module)
+    return dict(suites().PROGRAMS)
 
-    return dict(programs)
+
+def suites() -> Any:
+    """The module that the programs enter themselves in."""
+    return importlib.import_module("case")
 
 
 def one_rank(name: str, fault: Any, rank: int, folder: str, scratch: str, timeout: float) -> None:
     """A process of a job."""
-    import torch.distributed as dist
-    from case import PROGRAMS as programs
-    from case import Case
-
     import dl2gpu.record
 
-    program = programs[name]
+    dist = importlib.import_module("torch.distributed")
+    program = suites().PROGRAMS[name]
     log = os.open(f"{scratch}/rank_{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(ROOT)
+    limit = dt.timedelta(seconds=timeout)
+    dist.distributed_c10d.default_pg_timeout = limit  # of the groups that a program makes
     dl2gpu.record.start(folder, job=Path(folder).name, hang_s=0.4 * timeout, flight_recorder=False)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(f"{scratch}/store", program.ranks),
         rank=rank,
         world_size=program.ranks,
-        timeout=datetime.timedelta(seconds=timeout),
+        timeout=limit,
     )
     try:
-        program.run(Case(rank, program.ranks, fault, scratch))
+        program.run(suites().Case(rank, program.ranks, fault, scratch))
     except Exception as error:
         from dl2gpu.record.state import process
 
         recorder = process.recorder
+        if recorder is not None:
+            recorder.ends_with(error)
         if recorder is not None and recorder.frozen:  # its communication broke
             print(f"failed: {error}", flush=True)
             os._exit(FAILED)
@@ -81,7 +85,7 @@ def one_rank(name: str, fault: Any, rank: int, folder: str, scratch: str, timeou
 
 
 FAILED = 17
-"""Exit status of a rank whose communication broke: what a hang or a dead peer does to the others."""
+"""Exit status of a rank whose communication broke, as a hang or a dead peer does to the others."""
 
 
 class Job:
@@ -127,11 +131,9 @@ class Job:
 
     def end(self) -> dict[str, Any]:
         """The label; written beside the record. Raises RuntimeError if it is not to be had."""
-        from case import expectation
-
         words = {0: "finished", FAILED: "failed"}
         ends = [
-            "killed" if child.is_alive() else words.get(child.exitcode, "crashed")
+            "killed" if child.is_alive() else words.get(child.exitcode or 0, "crashed")
             for child in self.children
         ]
         for child in self.children:
@@ -144,7 +146,7 @@ class Job:
         ]
         shutil.rmtree(self.scratch)
         try:
-            label = expectation(self.program, self.fault, ends)
+            label: dict[str, Any] = suites().expectation(self.program, self.fault, ends)
         except RuntimeError as error:
             raise RuntimeError(f"{error}\n" + "\n".join(logs)) from None
         label["title"] = self.fault.title if self.fault else "healthy"
@@ -163,6 +165,16 @@ def pack(folder: Path) -> None:
             path.unlink()
 
 
+def relabel(program: Any, fault: Any, out: Path) -> None:
+    """Writes a run's label anew, from what it did then."""
+    path = out / (program.name + (f".{fault.name}" if fault else "")) / "expect.json"
+    if path.exists():
+        old = json.loads(path.read_text())
+        label = suites().expectation(program, fault, old["ends"])
+        label |= {"title": fault.title if fault else "healthy", "log": old["log"]}
+        path.write_text(json.dumps(label, indent=1) + "\n")
+
+
 def chosen(programs: dict[str, Any], only: Iterable[str]) -> list[tuple[Any, Any]]:
     """(program, fault) of the runs whose names begin with one of ``only``; None = healthy."""
     begins = tuple(only)
@@ -175,22 +187,33 @@ def chosen(programs: dict[str, Any], only: Iterable[str]) -> list[tuple[Any, Any
 
 
 def main() -> int:
+    """Runs what the arguments say; 1 where a run did not do what it had to."""
     parser = argparse.ArgumentParser(description="Run the live suites and record them.")
     parser.add_argument("--out", type=Path, required=True, help="folder for records and labels")
     parser.add_argument("--only", nargs="*", default=(), help="runs whose names begin so")
     parser.add_argument("--list", action="store_true", help="name the runs, and do nothing")
-    parser.add_argument("--timeout", type=float, default=6.0, help="of process groups, in seconds")
+    parser.add_argument(
+        "--relabel", action="store_true", help="labels anew, of runs that are there"
+    )
+    parser.add_argument("--timeout", type=float, default=8.0, help="of process groups, in seconds")
     parser.add_argument("--jobs", type=int, default=3, help="jobs at once; most of them wait")
     parser.add_argument("--plain", action="store_true", help="do not compress the records")
     args = parser.parse_args()
     runs = chosen(load(), args.only)
+    if args.relabel:
+        for program, fault in runs:
+            relabel(program, fault, args.out)
+        return 0
     if args.list:
         print("\n".join(p.name + (f".{f.name}" if f else "") for p, f in runs))
         return 0
-    todo, running, wrong = list(reversed(runs)), [], 0
+    todo = list(reversed(runs))
+    running: list[Job] = []
+    wrong = 0
     while todo or running:
         while todo and len(running) < args.jobs:
-            running.append(Job(*todo.pop(), args.out, args.timeout))
+            program, fault = todo.pop()
+            running.append(Job(program, fault, args.out, args.timeout))
         time.sleep(0.05)
         for job in [job for job in running if job.over()]:
             running.remove(job)

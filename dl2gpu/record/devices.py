@@ -52,8 +52,8 @@ def current_queue(device: Any) -> str:
     """Name of a device's current stream."""
     import torch
 
-    module = getattr(torch, device.type, None)
-    stream = module.current_stream(device) if hasattr(module, "current_stream") else None
+    current = getattr(getattr(torch, device.type, None), "current_stream", None)
+    stream = current(device) if current is not None else None
     return _name(stream) if stream is not None else str(device)
 
 
@@ -85,9 +85,7 @@ def current_of(issued: list[Issued]) -> str | None:
     import torch
 
     accelerator = getattr(torch, "accelerator", None)
-    device = (
-        accelerator.current_accelerator() if accelerator is not None else torch.device("cuda")
-    )
+    device = accelerator.current_accelerator() if accelerator is not None else torch.device("cuda")
     return None if device is None else current_queue(device)
 
 

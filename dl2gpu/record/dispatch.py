@@ -72,7 +72,7 @@ def _kernel(operator: Any, name: str, below: Any) -> Callable[..., Any]:
                 return operator.redispatch(keyset & below, *args, **kwargs)
         except Exception as error:
             if broke(error):
-                recorder.failed()
+                recorder.failed(error)
             raise
 
     return kernel
@@ -182,7 +182,7 @@ _OPS: Final[dict[str, _Op]] = {
     "gather_": _Op("gather", "input_tensors", "output_tensors", root="root_rank"),
     "scatter_": _Op("scatter", "input_tensors", "output_tensors", root="root_rank"),
     "barrier": _Op("barrier"),
-    "monitored_barrier_": _Op("barrier", holds_host=True),
+    "monitored_barrier_": _Op("monitored_barrier", holds_host=True),
 }
 
 
@@ -240,7 +240,9 @@ def _noted(recorder: Recorder, entry: _Op, given: dict[str, Any]) -> Issued | No
         fields["reduce_op"] = "sum" if inner is None else inner.reduce_op
     batch = scopes.batch.get(group)
     tensor = next((t for t in _tensors(list(given.values())) if hasattr(t, "device")), None)
-    stream, current = queue_of(tensor, comm, entry.peer and fields.get("peer"), recorder.rank, given)
+    stream, current = queue_of(
+        tensor, comm, entry.peer and fields.get("peer"), recorder.rank, given
+    )
     native = inner is not None and inner.kind == "native"
     issued = recorder.op(
         name,

@@ -14,10 +14,13 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["HOLE", "LineFile"]
+__all__ = ["HOLE", "PROVISIONAL", "LineFile"]
 
 HOLE: Final = 12
 """Width of a value that is filled in later: ``null`` and spaces."""
+
+PROVISIONAL: Final = "provisional"
+"""Key of an end mark that was written in case that nothing follows."""
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, check_circular=False).encode
 
@@ -55,14 +58,32 @@ class LineFile:
         """Puts a value into a hole."""
         os.pwrite(self._fd, str(value).ljust(HOLE).encode(), place)
 
-    def end(self, exit_: str, t: int, code: int | None = None) -> None:
-        """Writes the end mark, in place of an earlier one."""
+    def end(
+        self,
+        exit_: str,
+        t: int,
+        code: int | None = None,
+        *,
+        last: bool = True,
+        error: str | None = None,
+    ) -> None:
+        """Writes the end mark, in place of an earlier one.
+
+        Args:
+            exit_, t, code: as TRACE_FORMAT.md has them.
+            last: False = in case that nothing follows, and said so.
+            error: what broke the communication, for people.
+        """
         if self._end is not None:
             self._take_back()
         self._end = self.size
         mark: dict[str, Any] = {"kind": "end", "exit": exit_, "t": t}
         if code is not None:
             mark["code"] = code
+        if error is not None:
+            mark["error"] = error
+        if not last:
+            mark[PROVISIONAL] = True
         self._append(_encode(mark))
 
     @property

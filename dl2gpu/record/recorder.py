@@ -126,6 +126,10 @@ class Recorder:
         """When the rank last issued something or got out of a wait."""
         self.inside = 0
         """Calls that hold a thread of this rank right now."""
+        self.reducing = False
+        """Does a reducer of C++ wait in this rank."""
+        self.at_failure: Callable[[], None] | None = None
+        """Called when the communication of this rank has broken."""
         self._lock = threading.RLock()
         self._seqs: dict[int, int] = {}
         self._lanes: dict[int, int] = {}
@@ -167,7 +171,7 @@ class Recorder:
     # ---- what is told
 
     @_guarded
-    def declare(self, ranks: Sequence[int], kind: str = "", **names: str | None) -> str:
+    def declare(self, /, ranks: Sequence[int], kind: str = "", **names: str | None) -> str:
         """Id of the next communicator of these members; writes its line."""
         key = kind, tuple(ranks)
         count = self._counts.get(key, 0)
@@ -184,6 +188,7 @@ class Recorder:
     @_guarded
     def op(
         self,
+        /,
         name: str,
         comm: str,
         *,
@@ -247,15 +252,22 @@ class Recorder:
     @_guarded
     def end(self, exit_: str, code: int | None = None, *, last: bool = True) -> None:
         """The end mark. After the last one nothing follows; else it goes when the rank goes on."""
-        self.file.end(exit_, time.time_ns(), code)
+        self.file.end(exit_, time.time_ns(), code, last=last)
         if last:
             self.recording = False
 
     @_guarded
-    def failed(self) -> None:
+    def failed(self, error: BaseException | None = None) -> None:
         """Communication broke: what follows is the aftermath, and no longer recorded."""
-        self.file.end("alive", time.time_ns())
+        self.file.end("alive", time.time_ns(), error=None if error is None else str(error)[:300])
         self.recording, self.frozen = False, True
+        if self.at_failure is not None:
+            self.at_failure()
+
+    def ends_with(self, error: BaseException | None) -> None:
+        """The program ends by an exception: of its communication, if that is where it stood."""
+        if error is not None and self.reducing:
+            self.failed(error)
 
     def got_on(self) -> None:
         """A call that held the host has returned."""

@@ -61,8 +61,8 @@ def hold_host(recorder: Recorder, issued: list[Issued] | None = None) -> Iterato
     recorder.inside += 1
     try:
         yield
-    except Exception:
-        recorder.failed()
+    except Exception as error:
+        recorder.failed(error)
         raise
     finally:
         recorder.inside -= 1
@@ -224,9 +224,9 @@ def _native(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         with scope("native") as here:
             return original(*args, **kwargs)
-    except Exception:
+    except Exception as error:
         if here.issued:
-            recorder.failed()
+            recorder.failed(error)
         raise
     finally:
         recorder.inside -= 1
@@ -280,7 +280,7 @@ def after_backward(issued: Issued) -> None:
         return
     _pending[task] = [issued]
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _reduced(task))  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _reduced(task))
     except RuntimeError:  # not within the pass itself: see _forward
         return
 
@@ -296,8 +296,23 @@ def _reduced(task: int) -> None:
             _reducers[reducer] = _times(reducer)
         if waiting or not _reducers:
             _write_wait(recorder, issued)
+            _hold_reducer(recorder)
     except Exception as error:  # noqa: BLE001 - whatever it is, the program goes on
         recorder.give_up(error)
+
+
+def _hold_reducer(recorder: Recorder) -> None:
+    """Until the callback that comes after the reducer's own, which an error keeps from running."""
+    import torch
+
+    def go_on() -> None:
+        recorder.inside -= 1
+        recorder.reducing = False
+        recorder.got_on()
+
+    recorder.inside += 1
+    recorder.reducing = True
+    torch.autograd.Variable._execution_engine.queue_callback(go_on)
 
 
 def _complete(reducer: Any, before: list[int]) -> bool:

@@ -21,14 +21,20 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
+from dl2gpu.record.lines import PROVISIONAL
 from dl2gpu.record.patch import patch
 from dl2gpu.record.recorder import Recorder, host_of_pids, warn_once
 from dl2gpu.record.settings import VARIABLE, Settings
 from dl2gpu.record.state import process
 
 __all__ = ["watch"]
+
+STACKS: Final = ".stacks.txt"
+"""Of a rank that hangs, or was asked."""
+TOLD: Final = ".terminated.txt"
+"""Of a rank that was told to end."""
 
 
 def watch(recorder: Recorder, settings: Settings) -> None:
@@ -42,21 +48,26 @@ class _Watch:
         self.settings = settings
         self.stacks: TextIO | None = None
         self.stack_bytes = 0
+        self.files: list[TextIO] = []
         self.told = False
         self.code: int | None = None
         self.crashed = False
         self.peers: dict[Path, int] = {}
+        self.aftermath = False
+        """Had communication broken, here, before this look at the others."""
         self.analysed = False
 
     def start(self) -> None:
         self._on_exit()
         self._on_signals()
+        self.recorder.at_failure = self._look_at_peers
         threading.Thread(target=self._run, name="dl2gpu-record", daemon=True).start()
 
     # ---- ends
 
     def _on_exit(self) -> None:
         def hook(original: Any, kind: Any, *rest: Any) -> None:
+            self.recorder.ends_with(rest[0] if rest else None)
             self.crashed = not issubclass(kind, KeyboardInterrupt)
             self.code = 1
             original(kind, *rest)
@@ -74,44 +85,59 @@ class _Watch:
 
     def _ended(self) -> None:
         recorder = self.recorder
-        if recorder.pid != os.getpid() or not recorder.recording:
+        if recorder.pid != os.getpid():
             return
         flying = sys.exc_info()[1]
+        if isinstance(flying, Exception):
+            recorder.ends_with(flying)
+        self._drop_empty_stacks()
+        if not recorder.recording:
+            return
         if flying is not None and not isinstance(flying, SystemExit):
             self.crashed, self.code = True, 1
         elif isinstance(flying, SystemExit):
             self.code = flying.code if isinstance(flying.code, int) else int(bool(flying.code))
         code = self.code or 0
-        if self.stacks is not None and not self._size_of_stacks():
-            with contextlib.suppress(OSError):
-                recorder.file.path.with_suffix(".stacks.txt").unlink()
         recorder.end("crashed" if self.crashed or code else "finished", code)
+
+    def _drop_empty_stacks(self) -> None:
+        for file in self.files:
+            with contextlib.suppress(OSError, ValueError):
+                if os.fstat(file.fileno()).st_size == 0:
+                    Path(file.name).unlink()
 
     # ---- signals
 
     def _stack_file(self) -> TextIO | None:
         if self.stacks is None:
-            path = self.recorder.file.path.with_suffix(".stacks.txt")
-            with contextlib.suppress(OSError):
-                self.stacks = path.open("w")
+            self.stacks = self._open(STACKS)
         return self.stacks
+
+    def _open(self, suffix: str) -> TextIO | None:
+        try:
+            file = self.recorder.file.path.with_suffix(suffix).open("w")
+        except OSError as error:
+            warn_once(f"no stacks will be written: {error}")
+            return None
+        self.files.append(file)
+        return file
 
     def _on_signals(self) -> None:
         """Asked by a signal, or told to end: the stacks. Another's handler is left in its place."""
-        wanted = []
+        wanted = [(signal.SIGTERM, TOLD)]
         if self.settings.signal:
             number = getattr(signal, self.settings.signal, None)
             if number is None:
                 warn_once(f"this system has no signal {self.settings.signal}")
             else:
-                wanted.append((number, False))
-        wanted.append((signal.SIGTERM, True))
-        for number, chain in wanted:
+                wanted.append((number, STACKS))
+        for number, suffix in wanted:
             try:
                 if signal.getsignal(number) is not signal.SIG_DFL:
                     continue
-                file = self._stack_file()
+                file = self._open(TOLD) if suffix == TOLD else self._stack_file()
                 if file is not None:
+                    chain = suffix == TOLD  # then it ends, as it would have
                     faulthandler.register(number, file, all_threads=True, chain=chain)
             except (OSError, ValueError, RuntimeError, AttributeError) as error:
                 warn_once(f"no stacks on a signal: {error}")
@@ -180,7 +206,8 @@ class _Watch:
         for path, pid in list(self.peers.items()):
             if not _runs(pid):
                 self.peers[path] = 0
-                _bury(path)
+                _bury(path, aftermath=self.aftermath)
+        self.aftermath = self.aftermath or self.recorder.frozen
 
     def _find_peers(self) -> None:
         suffix = f".attempt_{self.recorder.attempt}" if self.recorder.attempt else ""
@@ -254,22 +281,26 @@ def _ends(path: Path) -> bool:
         return False
 
 
-def _bury(path: Path) -> None:
-    """Writes the end mark of a rank that is gone: once, and only where it left none.
+def _bury(path: Path, *, aftermath: bool) -> None:
+    """Writes the end mark of a rank that is gone, once; in place of one that was provisional.
 
-    One that was told to end (its stacks were written then) had been alive until that.
+    One that was told to end (its stacks were written by that signal), or that is gone after
+    communication had broken, had been alive until then.
     """
     try:
         line, size = _last_line(path)
-        if line.startswith(b'{"kind":"end"'):
+        marked = line.startswith(b'{"kind":"end"')
+        if marked and (aftermath or f'"{PROVISIONAL}"'.encode() not in line):
             return
         os.close(os.open(path.with_suffix(".dead"), os.O_CREAT | os.O_EXCL))
-        stacks = path.with_suffix(".stacks.txt")
-        told = stacks.exists() and stacks.stat().st_size > 0
-        mark = {"kind": "end", "exit": "alive" if told else "killed", "t": time.time_ns()}
+        words = path.with_suffix(TOLD)
+        told = words.exists() and words.stat().st_size > 0
+        exit_ = "alive" if told or aftermath else "killed"
+        mark = {"kind": "end", "exit": exit_, "t": time.time_ns()}
         with path.open("r+b") as file:
-            file.truncate(size)  # a line that was cut short
-            file.seek(size)
+            # what stood there: a line that was cut short, or the mark
+            file.truncate(size - len(line) - 1 if marked else size)
+            file.seek(0, os.SEEK_END)
             file.write(json.dumps(mark, separators=(",", ":")).encode() + b"\n")
     except OSError:
         return

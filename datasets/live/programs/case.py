@@ -44,6 +44,10 @@ STALL = Fault(
     "stall", (1,), ("stalled_rank",), outside=True, title="a rank is busy for longer than the others wait"
 )
 EARLY = Fault("early_exit", (1,), ("missing_participant", "unmatched_p2p"), title="a rank ends before the others")
+EARLY_P2P = Fault(
+    "early_exit", (1,), EARLY.kinds, blamed=(), title="a rank ends before the others: whether too "
+    "much was sent or too little received is not in the record",
+)
 
 
 @dataclass
@@ -130,7 +134,14 @@ def expectation(program: Program, fault: Fault | None, ends: list[str]) -> dict[
             "kinds": sorted({*fault.kinds, *fault.passes_as}),
             "culprits_must_not_include": [],
         }
-    out |= {"deadlock": not fault.outside, "kinds": sorted(fault.kinds), "must_not": ["healthy"]}
+    died = any(ends[rank] == "crashed" for rank in fault.ranks)
+    # of a fault of its communication a rank may die by itself: whether that is a deadlock or a
+    # crash is a matter of words
+    deadlock = False if fault.outside else "conditional" if died else True
+    kinds = set(fault.kinds)
+    if fault is STALL and program.ranks == 2:
+        kinds.add("insufficient_evidence")  # one waits, one does not: the record says no more
+    out |= {"deadlock": deadlock, "kinds": sorted(kinds), "must_not": ["healthy"]}
     blamed = fault.blamed
     if blamed is None:
         blamed = fault.ranks if 2 * len(fault.ranks) < program.ranks else ()

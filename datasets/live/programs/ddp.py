@@ -125,14 +125,14 @@ def ddp_static_graph(c: Case) -> None:
     train(c, "transformer", static_graph=True)
 
 
-@program("ddp", "ddp_hook_bf16", 2, model="transformer", scheme="ddp, bf16 hook")
-def ddp_hook_bf16(c: Case) -> None:
+@program("ddp", "ddp_hook", 2, model="transformer", scheme="ddp, hook in Python")
+def ddp_hook(c: Case) -> None:
     """Gradients go through a hook written in Python."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     torch.manual_seed(0)
     model = DistributedDataParallel(MAKE["transformer"](), bucket_cap_mb=0.005)
-    model.register_comm_hook(None, bf16_compress_hook)
+    model.register_comm_hook(None, fp16_compress_hook)
     for step in range(3):
         loss_of(model, "transformer", 2, step + c.rank).backward()
     dist.barrier()

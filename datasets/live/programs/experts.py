@@ -9,7 +9,7 @@ from torch import nn
 
 SPLIT = Fault("split_mismatch", (1,), ("mismatch", "crashed_rank"), ("mismatch",), blamed=(),
               title="one rank expects another number of tokens than it is sent")
-IDLE = Fault("no_tokens", (1,), ABSENT, title="a rank without tokens leaves the exchange out")
+IDLE = Fault("no_tokens", (1,), (*ABSENT, *CYCLES), title="a rank without tokens leaves the exchange out")
 INVERSION = Fault("order_inversion", (1, 2), CYCLES, blamed=(),
                   title="two ranks average before they exchange, on crossed groups")
 HARMLESS = Fault("order_changed", (1,), CYCLES, blamed=(),

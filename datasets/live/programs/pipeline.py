@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from case import ABSENT, CRASH, CYCLES, EARLY, STALL, Case, Fault, program
+from case import CRASH, CYCLES, EARLY_P2P, STALL, Case, Fault, program
 from models import LENGTH, VOCABULARY, Block
 from torch import nn
 from torch.distributed.pipelining import (
@@ -70,7 +70,7 @@ def run(c: Case, kind: type, chunks: int = 1, microbatches: int = 4) -> None:
     dist.barrier()
 
 
-@program("pipeline", "pipeline_gpipe", 3, FEWER, OTHER, CRASH, STALL, EARLY, model="transformer", scheme="gpipe")
+@program("pipeline", "pipeline_gpipe", 3, FEWER, OTHER, CRASH, STALL, EARLY_P2P, model="transformer", scheme="gpipe")
 def pipeline_gpipe(c: Case) -> None:
     run(c, ScheduleGPipe)
 
@@ -90,15 +90,15 @@ def pipeline_1f1b_4(c: Case) -> None:
     run(c, Schedule1F1B, microbatches=6)
 
 
-MISSING = Fault("missing_recv", (2,), ("unmatched_p2p", *ABSENT), title="the last stage leaves a receive out")
-SEND = Fault("missing_send", (1,), ("unmatched_p2p", *ABSENT), title="a stage leaves a send out")
+MISSING = Fault("missing_recv", (2,), P2P, blamed=(), title="the last stage leaves a receive out")
+SEND = Fault("missing_send", (1,), P2P, blamed=(), title="a stage leaves a send out")
 HEAD = Fault("head_to_head", (0, 1), ("cycle", "unmatched_p2p"), ("potential", "healthy"), blamed=(),
              title="two stages send to each other before either receives")
 SIZE = Fault("size", (1,), ("mismatch", "crashed_rank"), ("mismatch", "healthy"), blamed=(),
              title="a stage sends more than is expected")
 
 
-@program("pipeline", "pipeline_by_hand", 3, MISSING, SEND, HEAD, SIZE, CRASH, STALL, EARLY,
+@program("pipeline", "pipeline_by_hand", 3, MISSING, SEND, HEAD, SIZE, CRASH, STALL, EARLY_P2P,
          model="transformer", scheme="by hand")
 def pipeline_by_hand(c: Case) -> None:
     """Activations forwards, gradients backwards, with blocking calls, and a check of all."""
@@ -109,6 +109,9 @@ def pipeline_by_hand(c: Case) -> None:
         if step == 1:
             c.usual()
         struck = step == 1
+        if struck and c.sick("head_to_head"):
+            dist.send(torch.ones(1 << 18), 1 - c.rank)
+            dist.recv(torch.ones(1 << 18), 1 - c.rank)
         if c.rank == 0:
             given = torch.randint(0, VOCABULARY, shape[:2])
         else:
@@ -117,13 +120,6 @@ def pipeline_by_hand(c: Case) -> None:
                 dist.recv(given, c.rank - 1)
             given.requires_grad_()
         out = module(given)
-        if struck and c.fault is not None and c.fault.name == "head_to_head":
-            if c.rank == 0:
-                dist.send(torch.ones(1 << 18), 1)
-                dist.recv(torch.ones(1 << 18), 1)
-            if c.rank == 1:
-                dist.send(torch.ones(1 << 18), 0)
-                dist.recv(torch.ones(1 << 18), 0)
         if c.rank < c.world - 1:
             sent = torch.cat([out, out]) if struck and c.sick("size") else out
             if not (struck and c.sick("missing_send")):
@@ -138,7 +134,7 @@ def pipeline_by_hand(c: Case) -> None:
     dist.barrier()
 
 
-HALO = Fault("missing_recv", (2,), ("unmatched_p2p", *ABSENT, *CYCLES), title="one rank of a ring leaves a receive out")
+HALO = Fault("missing_recv", (2,), P2P, blamed=(), title="one rank of a ring leaves a receive out")
 
 
 @program("pipeline", "ring_batched", 4, HALO, STALL, CRASH, scheme="halo exchange, batched")

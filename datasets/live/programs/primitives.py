@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from case import ABSENT, CRASH, CYCLES, EARLY, STALL, Case, Fault, program
+from case import ABSENT, CRASH, CYCLES, EARLY, EARLY_P2P, STALL, Case, Fault, program
 
 RANKS = 3
 
@@ -50,7 +50,7 @@ def _uneven_all_to_all(k: Call) -> Any:
     me = dist.get_rank()
     sent = [me + 1] * RANKS
     got = [r + 1 for r in range(RANKS)]
-    if k.n != 4:
+    if k.n == 7:
         got[0] += 1  # expects one more than it is sent
     return dist.all_to_all_single(
         torch.empty(sum(got), dtype=k.dtype), torch.ones(sum(sent), dtype=k.dtype), got, sent, async_op=not k.wait
@@ -146,17 +146,21 @@ def _run(call: Callable[[Call], Any], other: Callable[[Call], Any], asynchronous
 SKIPPED = Fault("skipped", (1,), ABSENT, title="one rank leaves the call out")
 ANOTHER = Fault("other", (1,), ABSENT, title="one rank makes another call")
 SIZE = Fault("size", (1,), ("mismatch", "crashed_rank"), ("mismatch",), title="one rank passes another size")
+SHARES = Fault("size", (1,), SIZE.kinds, SIZE.passes_as, blamed=(),
+               title="one rank's shares do not fit the others': which of the two is wrong is not said")
 DTYPE = Fault("dtype", (1,), ("mismatch", "crashed_rank"), ("mismatch",), title="one rank passes another data type")
 ROOT = Fault("root", (1,), ("mismatch",), ("mismatch",), title="one rank names another root")
 REDUCTION = Fault("reduction", (1,), ("mismatch",), ("mismatch",), title="one rank reduces otherwise")
 ORDER = Fault("order", (1,), ("mismatch", "crashed_rank"), ("mismatch",), title="one rank issues two calls in the other order")
+SHARES_ORDER = Fault("order", (1,), ORDER.kinds, ORDER.passes_as, blamed=(), title=ORDER.title)
 FORGOTTEN = Fault("never_waited", (1,), ("healthy",), title="one rank never waits: no harm by itself")
 
 for _name, (_call, _takes) in PRIMITIVES.items():
     _faults = [SKIPPED]
     if _name not in ("all_reduce", "barrier", "monitored_barrier"):
         _faults.append(ANOTHER)
-    _faults += [f for sign, f in (("s", SIZE), ("d", DTYPE), ("r", ROOT), ("o", REDUCTION)) if sign in _takes]
+    _size = SHARES if _name in ("all_to_all_uneven", "functional_all_to_all", "scatter") else SIZE
+    _faults += [f for sign, f in (("s", _size), ("d", DTYPE), ("r", ROOT), ("o", REDUCTION)) if sign in _takes]
     if _name in ("all_reduce", "broadcast", "all_gather", "all_to_all_single", "barrier"):
         _faults += [CRASH, STALL, EARLY]
     program("primitives", _name, RANKS, *_faults, scheme="blocking")(
@@ -165,7 +169,7 @@ for _name, (_call, _takes) in PRIMITIVES.items():
     if "a" in _takes:
         _faults = [SKIPPED, FORGOTTEN]
         if "s" in _takes and "uneven" not in _name:
-            _faults.append(ORDER)
+            _faults.append(SHARES_ORDER if _name == "scatter" else ORDER)
         program("primitives", f"{_name}_async", RANKS, *_faults, scheme="asynchronous")(
             _run(_call, PRIMITIVES["all_reduce"][0], asynchronous=True)
         )
@@ -192,7 +196,7 @@ BIG = 1 << 18
          _fault("wrong_tag", (1,), "the receiver asks for another tag"),
          _fault("wrong_peer", (1,), "the receiver asks another rank"),
          _fault("size", (0,), "more is sent than fits", "mismatch", "crashed_rank", passes=("mismatch",)),
-         CRASH, STALL, EARLY, scheme="blocking")
+         CRASH, STALL, EARLY_P2P, scheme="blocking")
 def send_recv(c: Case) -> None:
     """Rank 0 sends to 1, 1 to 2."""
     dist.barrier()
@@ -294,7 +298,7 @@ def batch_isend_irecv(c: Case) -> None:
 
 
 @program("primitives", "recv_any_source", RANKS,
-         _fault("one_send_less", (1,), "one of the senders does not send"), EARLY, scheme="wildcard")
+         _fault("one_send_less", (1,), "one of the senders does not send"), EARLY_P2P, scheme="wildcard")
 def recv_any_source(c: Case) -> None:
     """Rank 0 takes one message of each other rank, in whatever order they come."""
     dist.barrier()

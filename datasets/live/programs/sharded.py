@@ -16,6 +16,7 @@ EXTRA = Fault("extra_evaluation", (0,), (*ABSENT, *CYCLES), title="one rank alon
 GATHER = Fault("gather_on_one", (0,), (*ABSENT, *CYCLES), title="a full parameter on one rank only")
 UNEVEN = Fault("uneven_batches", (1,), ABSENT, title="one rank has fewer batches")
 SKIP = Fault("skipped_module", (1,), (*ABSENT, *CYCLES), title="a layer is dropped on one rank")
+FEWER = Fault("uneven_batches", (1,), (*ABSENT, *CYCLES), title="one rank has fewer batches, on two groups")
 NORM = Fault("clip_on_others", (1,), ABSENT, title="one rank does not clip its gradients")
 
 
@@ -101,9 +102,9 @@ def tp_transformer(c: Case) -> None:
     tensor_parallel(c, "transformer")
 
 
-WRONG = Fault("wrong_group", (1,), (*ABSENT, *CYCLES), title="one rank averages over the other group")
+WRONG = Fault("wrong_group", (1,), (*ABSENT, *CYCLES), blamed=(), title="one rank averages over the other group")
 INVERSION = Fault("order_inversion", (1, 2), CYCLES, blamed=(), title="two ranks enter two groups in the other order")
-STEP = Fault("skipped_call", (3,), (*ABSENT, *CYCLES), title="one rank leaves an averaging out")
+STEP = Fault("skipped_call", (3,), (*ABSENT, *CYCLES), blamed=(), title="one rank leaves an averaging out")
 
 
 @program("mesh", "mesh_dp_tp", 4, WRONG, INVERSION, STEP, CRASH, STALL, model="transformer", scheme="dp x tp")
@@ -133,7 +134,7 @@ def mesh_dp_tp(c: Case) -> None:
     dist.barrier()
 
 
-@program("mesh", "mesh_hsdp", 4, UNEVEN, STALL, model="transformer", scheme="hsdp")
+@program("mesh", "mesh_hsdp", 4, FEWER, STALL, model="transformer", scheme="hsdp")
 def mesh_hsdp(c: Case) -> None:
     """Shards within rows, replicas across: FSDP2 on a mesh of two dimensions."""
     torch.manual_seed(0)

@@ -10,15 +10,16 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib costs time here
 _MODULE = "torch.distributed.distributed_c10d"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch's module as the others do, and adds a step after it is loaded."""
+    """Finds PyTorch's module as the others do, and adds a step after it is loaded."""
 
-    def find_spec(self, name, path, target=None):  # noqa: ANN001, ANN201
+    def find_spec(self, name: str, *_: Any) -> Any:
         if name != _MODULE:
             return None
         sys.meta_path.remove(self)
@@ -27,15 +28,15 @@ class _Finder(importlib.abc.MetaPathFinder):
             return spec
         load = spec.loader.exec_module
 
-        def load_and_watch(module):  # noqa: ANN001, ANN202
+        def load_and_watch(module: Any) -> None:
             load(module)
             _watch(module)
 
-        spec.loader.exec_module = load_and_watch
+        setattr(spec.loader, "exec_module", load_and_watch)  # noqa: B010 - a method of one object
         return spec
 
 
-def _watch(module):  # noqa: ANN001, ANN202
+def _watch(module: Any) -> None:
     try:
         try:
             import dl2gpu.record
@@ -49,7 +50,7 @@ def _watch(module):  # noqa: ANN001, ANN202
         sys.stderr.write(f"dl2gpu record: nothing is recorded: {error}\n")
 
 
-def _run_the_hidden_one():  # noqa: ANN202
+def _run_the_hidden_one() -> None:
     elsewhere = [p for p in sys.path if os.path.abspath(p or ".") != _HERE]  # noqa: PTH100
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:
