@@ -207,7 +207,7 @@ time.sleep(600)
 """
     job = Job(tmp_path, text, 3, hang_s=2.0, analyse=True)
     try:
-        job.wait_for(lambda: (job.trace / "report/report.json").exists())
+        job.wait_for((job.trace / "report/report.json").exists)
         assert [job.lines(r)[-1]["exit"] for r in range(3)] == ["alive"] * 3
         assert [job.ops(r)[-1]["op"] for r in range(3)] == ["wait"] * 3
         assert "in all_reduce" in (job.trace / "rank_0.stacks.txt").read_text()

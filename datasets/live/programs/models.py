@@ -13,6 +13,7 @@ def gpt2(layers: int = 2) -> nn.Module:
 
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16, n_layer=layers, n_head=2,
+        bos_token_id=None, eos_token_id=None,
         attn_implementation="eager", use_cache=False,
     )
     return GPT2LMHeadModel(config)
