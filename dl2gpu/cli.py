@@ -407,6 +407,55 @@ def convert(
         run(src, dst)
 
 
+@app.command(
+    epilog="Example:  dl2gpu record --out traces/job7 -- torchrun --nproc-per-node 8 train.py",
+    context_settings={"allow_interspersed_args": False},
+)
+def record(
+    command: Annotated[
+        list[str], typer.Argument(metavar="CMD", help="The program, with its arguments, after --.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="DIR", help="Folder of the job: one file a rank."),
+    ],
+    job: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the job; default: the folder's.")
+    ] = None,
+    hang: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Without progress for so long a rank hangs: its stacks are written; 0: never.",
+        ),
+    ] = 300.0,
+    on_signal: Annotated[
+        str, typer.Option(metavar="NAME", help="Write the stacks on this signal, too.")
+    ] = "SIGUSR2",
+    analyse: Annotated[
+        bool, typer.Option("--analyse", help="Scan the records at a hang, and at the end.")
+    ] = False,
+    shared: Annotated[
+        bool,
+        typer.Option("--shared", help="Other machines record ranks of this job into DIR as well."),
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run a PyTorch program and record its communication; the exit status is the program's."""
+    with _errors(verbose):
+        from dl2gpu.record.launch import run
+        from dl2gpu.record.settings import Settings
+
+        settings = Settings(str(out.resolve()), job, hang, on_signal or None, analyse)
+        status = run(command, settings, shared=shared)
+        if analyse:
+            from dl2gpu.scan import scan as look
+
+            _print_report(look([str(out)]), Format.console, None)
+        raise typer.Exit(status)
+
+
 @app.command(epilog="Example:  dl2gpu doctor")
 def doctor(
     test: Annotated[

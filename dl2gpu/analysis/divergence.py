@@ -18,6 +18,7 @@ import polars as pl
 
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Program
+from dl2gpu.analysis.signatures import SIZED
 from dl2gpu.analysis.tables import KIND, is_lossy
 from dl2gpu.trace.schema import OP
 
@@ -63,6 +64,9 @@ def odd_ones(p: Program, names: Names, node: int, events: Array) -> Split:
     message = p.matching.nodes["kind"][node] == KIND["message"]
     aspects = _MESSAGE_ASPECTS if message else _ASPECTS
     columns = {a: names.column(a)[events] for a in aspects}
+    if not message:  # members may pass in different shares of some operations
+        for a in ("bytes", "count"):
+            columns[a] = np.where(np.isin(columns["op"], SIZED), columns[a], -1)
     differing = [a for a in aspects if len({int(v) for v in columns[a] if v >= 0}) > 1]
     key = list(zip(*(columns[a].tolist() for a in differing), strict=True)) or [()] * len(events)
     sides: dict[tuple[int, ...], list[int]] = {}

@@ -80,7 +80,7 @@ def match_prepared(p: Prepared) -> Matching:
     nodes = pl.concat([coll_nodes, message_nodes], how="diagonal")
     if not nodes["node"].is_sorted():
         nodes = nodes.sort("node")
-    nodes = _uneven(p, events, nodes)
+    nodes = _unfit(_uneven(p, events, nodes), p, events)
     late = _late(p, events)
     if late.height:
         nodes = nodes.with_columns(
@@ -219,6 +219,83 @@ def _uneven(p: Prepared, events: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFr
         nodes.join(sums, on="node", how="left", maintain_order="left")
         .with_columns(blocks=pl.col("blocks") | uneven, differs=pl.col("differs") | uneven)
         .drop("uneven")
+    )
+
+
+_SHARED_OUT: Final = [
+    OP[name] for name in ("all_to_all_v", "scatter", "scatter_v", "gather", "gather_v")
+]
+"""Operations whose members may pass in and get different shares, which have to fit each other."""
+
+
+def _unfit(nodes: pl.DataFrame, p: Prepared, events: pl.DataFrame) -> pl.DataFrame:
+    """Nodes marked whose members expect another share than they are passed.
+
+    Of an all_to_all_v pair by pair where all splits are known (what the members pass to one of
+    them is what that one gets), else over all of them; of a scatter what the root passes against
+    what all get, of a gather the reverse. Only where every member is there and has said its sizes.
+    """
+    shared = events.lazy().filter(pl.col("op").is_in(_SHARED_OUT) & (pl.col("node") >= 0))
+    source = p.jobs.lazy().filter(pl.col("source") == "native").select("job")
+    parts = (
+        shared.join(source, on="job", how="semi")
+        .select("node", "comm", "rank", "op", "root", "count", "count_out", "splits")
+        .join(nodes.lazy().select("node", "present", "members"), on="node")
+        .filter(pl.col("present") == pl.col("members"))
+        .collect()
+    )
+    if parts.is_empty():
+        return nodes
+    op, mine = pl.col("op"), pl.col("rank") == pl.col("root")
+    exchange = op == OP["all_to_all_v"]
+    scatter = op.is_in([OP["scatter"], OP["scatter_v"]])
+    given = pl.when(scatter & ~mine).then(0).otherwise("count")
+    taken = (
+        pl.when(exchange).then(pl.coalesce("count_out", "count"))
+        .when(scatter).then("count_out")
+        .when(mine).then("count_out")
+        .otherwise(0)
+    )  # fmt: skip
+    parts = parts.with_columns(given=given, taken=taken)
+    sums = parts.group_by("node").agg(
+        pl.col("given", "taken").sum(),
+        known=(pl.col("given").is_not_null() & pl.col("taken").is_not_null()).all(),
+        alike=pl.col("op").n_unique() == 1,
+    )
+    wrong = sums.filter("known", "alike", pl.col("given") != pl.col("taken"))["node"]
+    pairs = _unfit_pairs(
+        p, parts.filter(exchange).join(sums.filter("alike"), on="node", how="semi")
+    )
+    wrong = pl.concat([wrong, pairs]).unique()
+    if wrong.is_empty():
+        return nodes
+    here = pl.col("node").is_in(wrong.to_list())
+    return nodes.with_columns(blocks=pl.col("blocks") | here, differs=pl.col("differs") | here)
+
+
+def _unfit_pairs(p: Prepared, parts: pl.DataFrame) -> pl.Series:
+    """Nodes of all_to_all_v in which what is passed to a member is not what it gets."""
+    whole = pl.col("splits").list.len() == pl.col("members")
+    parts = parts.filter(whole.fill_null(False).all().over("node"))
+    if parts.is_empty():
+        return pl.Series("node", [], pl.Int32)
+    places = (
+        p.comms.select("comm", rank="ranks")
+        .join(parts.select("comm").unique(), on="comm", how="semi")
+        .with_columns(place=pl.int_ranges(pl.col("rank").list.len()))
+        .explode("rank", "place")
+    )
+    passed = (
+        parts.select("node", "splits", place=pl.int_ranges(pl.col("splits").list.len()))
+        .explode("splits", "place")
+        .group_by("node", "place")
+        .agg(passed=pl.col("splits").sum())
+    )
+    return (
+        parts.join(places, on=["comm", "rank"])
+        .join(passed, on=["node", "place"])
+        .filter(pl.col("passed") != pl.col("taken"))["node"]
+        .unique()
     )
 
 
