@@ -84,11 +84,12 @@ def draw(picture: Picture, width: int = WIDE) -> Drawing:
     bottom = max(b.y + b.h for b in boxes) + 16
     frame = (_PAD // 2, _PAD // 2, width - _PAD, bottom - _PAD // 2)
     arrows = _loop_arrows(boxes) if is_circle else []
-    label = (
-        f"the circle: {len(centre)} places wait for each other"
-        if is_circle
-        else "what the others wait for"
-    )
+    if is_circle:
+        label = f"the circle: {len(centre)} places wait for each other"
+    elif any(picture.boxes[i].role != "waits" for i in centre):
+        label = "what the others wait for"
+    else:
+        label = "where they stand"
     at = dict(zip(centre, boxes, strict=False)) if len(loop) == len(centre) else {}
     y = bottom + _ROW
     for depth, layer in enumerate(layers):

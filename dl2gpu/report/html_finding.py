@@ -156,13 +156,19 @@ def _facts(f: Mapping[str, Any], job: Mapping[str, Any] | None) -> Iterator[tupl
     if f["gpu_hours_lost"]:
         yield "Lost since", f"{f['gpu_hours_lost']:,.3g} GPU-hours"
     if job is not None:
-        world = f"{job['world_size']:,} ranks" if job["world_size"] is not None else "unknown size"
+        world = (
+            _count(job["world_size"], "rank") if job["world_size"] is not None else "unknown size"
+        )
         yield (
             "Job",
             f"{world}, {job['events'] or 0:,} operations read, {safe(job['source_format'])}",
         )
     if f["fingerprint"]:
         yield "Fingerprint", safe(f["fingerprint"], 80)
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
 def _picture_words(picture: Picture) -> str:

@@ -485,6 +485,13 @@ def test_boxes_lie_inside_and_apart(circle: int, waits: int, size: int) -> None:
     assert sum(a.circle for a in drawing.arrows) == (shown if shown > 1 else 0)
 
 
+def test_frames_say_what_is_in_them() -> None:
+    assert draw(picture(3, 1)).label == "the circle: 3 places wait for each other"
+    assert draw(picture(0, 2, root=True)).label == "what the others wait for"
+    assert draw(picture(0, 2)).label == "where they stand"
+    assert not draw(picture(0, 2)).arrows
+
+
 def test_findings_without_a_graph_have_a_picture(report: Report) -> None:
     for f in report.findings.iter_rows(named=True):
         boxes = picture_of(f).boxes

@@ -97,7 +97,10 @@ def test_example_runs_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(EXAMPLE, as_version=4)
     nbformat.validate(notebook)
     client = nbclient.NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": str(EXAMPLE.parent)}}
+        notebook,
+        timeout=300,
+        startup_timeout=300,  # a busy machine
+        resources={"metadata": {"path": str(EXAMPLE.parent)}},
     )
     client.execute()
     outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
