@@ -76,7 +76,7 @@ def test_no_healthy_job_is_accused() -> None:
 def test_every_rank_that_was_accused_took_part_in_what_was_put_in() -> None:
     """Where the label names ranks, and one kind of finding is made, nobody else is convicted.
 
-    A circle names all that stand in it.
+    A circle names all that stand in it; a rank that died of another's fault is named as dead.
     """
     report = corpus.scanned(TRACES)
     circle = {"cycle", "order_inversion", "init_cycle"}
@@ -84,7 +84,8 @@ def test_every_rank_that_was_accused_took_part_in_what_was_put_in() -> None:
     for name, label in LABELS.items():
         found = corpus.found(report, name)
         if label.get("culprits_must_include") and not found.kinds & circle:
-            others = found.culprits - set(label["injected"])
+            died = {rank for rank, end in enumerate(label["ends"]) if end == "crashed"}
+            others = found.culprits - set(label["injected"]) - died
             if others:
                 wrongly[name] = sorted(others)
     assert not wrongly

@@ -259,7 +259,11 @@ def _unfit(nodes: pl.DataFrame, p: Prepared, events: pl.DataFrame) -> pl.DataFra
     parts = parts.with_columns(given=given, taken=taken)
     sums = parts.group_by("node").agg(
         pl.col("given", "taken").sum(),
-        known=(pl.col("given").is_not_null() & pl.col("taken").is_not_null()).all(),
+        known=(
+            pl.col("given").is_not_null()
+            & pl.col("taken").is_not_null()
+            & (exchange | pl.col("root").is_not_null())
+        ).all(),
         alike=pl.col("op").n_unique() == 1,
     )
     wrong = sums.filter("known", "alike", pl.col("given") != pl.col("taken"))["node"]
