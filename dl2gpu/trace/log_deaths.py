@@ -86,7 +86,8 @@ def without_stale(facts: pl.DataFrame) -> pl.DataFrame:
         later.group_by("row")
         .agg(
             after=(timed & (pl.col("when") > pl.col("t"))).any(),
-            many=(~timed & (pl.col("kind") == "step")).sum() >= _ENOUGH,
+            many=((pl.col("kind") == "step") & ~(timed & (pl.col("when") < pl.col("t")))).sum()
+            >= _ENOUGH,
             ended=((pl.col("kind") == "end") & ~(timed & (pl.col("when") < pl.col("t")))).any(),
         )
         .filter(pl.col("after") | pl.col("many") | pl.col("ended"))
@@ -134,7 +135,7 @@ def with_crashes(facts: pl.DataFrame) -> pl.DataFrame:
         )  # fmt: skip
     else:
         raised = raised.clear()
-    own = raised.filter(~pl.col("text").str.contains(_SECONDARY))
+    own = _fatal_to_it(raised.filter(~pl.col("text").str.contains(_SECONDARY)), facts)
     let_down = raised.filter(pl.col("text").str.contains(_SECONDARY))
     fatal = facts.filter(
         pl.col("what").is_in(["fatal", "watchdog_error", "oom_killed"])
@@ -191,6 +192,35 @@ def with_crashes(facts: pl.DataFrame) -> pl.DataFrame:
         what=pl.lit("let_down")
     )
     return pl.concat([facts, crash, fell_too])
+
+
+_ALIVE: Final = 60 * 1_000_000_000
+_ALIVE_LINES: Final = 200
+
+
+def _fatal_to_it(raised: pl.DataFrame, facts: pl.DataFrame) -> pl.DataFrame:
+    """Exceptions that their rank did not outlive: a program may print one and go on."""
+    if raised.is_empty():
+        return raised
+    # a dead main thread does not silence the threads of the library
+    last = facts.filter(
+        (pl.col("what") == "life")
+        & pl.col("rank").is_not_null()
+        & ~pl.col("text").str.contains(r"^\s*\[[EWIF][ \d]|ProcessGroup|terminate called")
+    )
+    last = last.group_by("rank", "file").agg(
+        alive=pl.col("line").max(), alive_t=pl.col("t").max()
+    )  # fmt: skip
+    return (
+        raised.join(last, on=["rank", "file"], how="left")
+        .filter(
+            ~(
+                ((pl.col("alive_t") - pl.col("t")) > _ALIVE)
+                | ((pl.col("alive") - pl.col("line")) > _ALIVE_LINES)
+            ).fill_null(False)
+        )
+        .select(raised.columns)
+    )
 
 
 _SIGNALS: Final = (-9, -11, -7, -4, -8, 137, 139, 135, 132, 136)
