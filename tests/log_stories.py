@@ -591,3 +591,12 @@ def dead_main_thread_and_living_watchdog(age: str) -> Story:
     s = exception_first(age)
     observed(s, age, T + 1, 2, 0, 1092)
     return s
+
+
+@story(Expected(("crashed_rank",), (False,), frozenset({2}), ages=AGES, needs_ranks=True))
+def others_make_two_steps_more(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    traceback(s, 38.5, 2, "IndexError: list index out of range")
+    s.steps(21, 2, t=40, ranks=(0, 1, 3))
+    _all(s, age, [0, 1, 3], 1093, "ALLREDUCE", 16777216)
+    return s
