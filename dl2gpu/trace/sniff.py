@@ -46,7 +46,6 @@ def _not_yet(format_: str, title: str) -> Kind:
 _KINETO = _not_yet("kineto", "Kineto (PyTorch profiler) trace")
 _EXECUTION_TRACE = _not_yet("execution_trace", "PyTorch execution trace")
 _CHAKRA = _not_yet("chakra", "Chakra trace")
-_NCCL_LOG = Kind("log")
 _RAS = Kind("ras")
 _UNKNOWN_JSON = Kind(None, "ignored", "JSON, but not a trace")
 _UNKNOWN = Kind(None, "ignored", "not a trace: the content is of no known format")
