@@ -103,7 +103,7 @@ def _analyse(
         )  # fmt: skip
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.parent.mkdir(parents=True, exist_ok=True)
-    report.save(hidden)
+    report.save(hidden, pages=False)  # the pages tell the history, too: they come with it
     jobs, findings = _rows(config, run, report)
     read = report.inputs.group_by("path").agg(bad=(pl.col("status") == "quarantined").any())
     files = todo.join(read, on="path", how="left", maintain_order="left").with_columns(
@@ -181,6 +181,10 @@ def _publish(
         told = digest(
             run.name, run.night, groups, state.jobs(run.run),
             findings.filter(pl.col("run") == run.run), statuses, config,
+        )  # fmt: skip
+        report.save(
+            hidden, history=_history(state, groups), price=config.price.gpu_hour or None,
+            owners={job: team for job in report.jobs["job"] if (team := config.team_of(job))},
         )  # fmt: skip
         (hidden / "digest.json").write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
         (hidden / "digest.md").write_text(as_markdown(told), "utf-8")

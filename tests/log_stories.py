@@ -549,3 +549,54 @@ def ran_until_it_was_cancelled(age: str) -> Story:
         f"slurmstepd: error: *** STEP 123.0 ON gpu-a11 CANCELLED AT {at(41):%Y-%m-%dT%H:%M:%S} "
         "DUE TO TIME LIMIT ***"
     ))  # fmt: skip
+
+
+@story(Expected(("healthy",), (False,), frozenset(), ages=("2.6",), needs_ranks=True))
+def service_that_answers_errors(age: str) -> Story:
+    # no steps; requests fail and are answered
+    s = Story(2)
+    s.say(0, 0, "world_size=2 serving on port 8000")
+    s.say(0, 0, "[W socket.cpp:697] [c10d] The client socket has failed to connect to [localhost]:"
+          "29500 (errno: 99 - Cannot assign requested address).")  # fmt: skip
+    s.say(0, 1, "faulthandler is enabled for SIGSEGV, SIGBUS and SIGABRT")
+    s.say(1, 1, "installed handler: Signal: SIGTERM saves a checkpoint first")
+    for i in range(40):
+        t = 10.0 + 30 * i
+        s.say(t, 1, f"{at(t):%Y-%m-%d %H:%M:%S} worker 1 answered request {i} in 120 ms")
+        if i % 10 == 5:
+            traceback(s, t + 1, 1, "ValueError: prompt is longer than the model takes")
+    return s
+
+
+@story(Expected(("healthy",), (False,), frozenset(), ages=("2.6",)))
+def memory_short_and_handled(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    s.say(20.5, 2, "WARNING: ran out of memory with exception: CUDA out of memory. Tried to "
+          "allocate 2.00 GiB. Skipping batch")  # fmt: skip
+    return s.say(60, 0, "training finished: 20 steps")
+
+
+@story(Expected(("mismatch",), (True,), frozenset(), ages=AGES, needs_ranks=True))
+def early_traceback_is_not_the_cause(age: str) -> Story:
+    s = Story(4)
+    traceback(s, -10, 2, "ModuleNotFoundError: No module named 'apex'")
+    s.say(-9, 2, "apex is not there: fused kernels are off")
+    s.steps(1, 20, ranks=range(4))
+    s.lines += [line for line in two_operations(age).lines if line.t > 600]
+    return s
+
+
+@story(Expected(("crashed_rank",), (False,), frozenset({2}), ages=AGES[2:], needs_ranks=True))
+def dead_main_thread_and_living_watchdog(age: str) -> Story:
+    s = exception_first(age)
+    observed(s, age, T + 1, 2, 0, 1092)
+    return s
+
+
+@story(Expected(("crashed_rank",), (False,), frozenset({2}), ages=AGES, needs_ranks=True))
+def others_make_two_steps_more(age: str) -> Story:
+    s = Story(4).steps(1, 20, ranks=range(4))
+    traceback(s, 38.5, 2, "IndexError: list index out of range")
+    s.steps(21, 2, t=40, ranks=(0, 1, 3))
+    _all(s, age, [0, 1, 3], 1093, "ALLREDUCE", 16777216)
+    return s

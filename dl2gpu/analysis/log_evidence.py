@@ -24,7 +24,7 @@ _FAILURES: Final = (
     "print_stopped", "desync_timeout", "desync_never", "desync_joined", "desync_behind",
     "desync_started", "exit_local", "exit_any", "signal", "observed", "let_down", "cancelled",
 )  # fmt: skip
-_MOST_RANKS: Final = 1 << 16
+_MOST_RANKS: Final = 1 << 14
 
 
 @dataclass(frozen=True)

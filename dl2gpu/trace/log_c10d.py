@@ -44,7 +44,11 @@ SILENT: Final = frozenset(
 
 
 def extract(lines: pl.DataFrame) -> pl.DataFrame:
-    """Facts in a frame of lines, columns of :data:`log_facts.FACTS`."""
+    """Facts in a frame of lines, columns of :data:`log_facts.FACTS`.
+
+    ``t`` of a fact is that of its line, or of the last line above it that has a time.
+    """
+    lines = lines.with_columns(pl.col("t").forward_fill().over("file"))
     # of NCCL's own lines, which may be most of a log, only those with a word of ours
     text = pl.col("text")
     lines = lines.filter(~text.str.contains("NCCL (?:INFO|TRACE)") | text.str.contains(WORDS))

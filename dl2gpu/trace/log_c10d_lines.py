@@ -22,12 +22,13 @@ WORDS: Final = (
     "Watchdog caught", "timed out in blocking wait", "NCCL work", "work sequence id",
     "dump signal", "watchdog", "acquire GIL", "async exception", "remote error detected",
     "Timeout at collective", "lagging ranks", "joined but didn't finish", "but didn't join",
-    "started ranks:", "finished ranks:", "] started ", "] finished ",
-    "monitoredBarrier", "to complete", "Connection closed by peer", "Connection reset by peer",
-    "caused pair closure", "connectFullMesh", "op.preamble", "store based barrier",
-    "store-based barrier", "ncclUniqueId", "wait timeout after", "CollectiveFingerPrint",
-    "tensors were submitted", "issing ranks", "ready ranks", "Stalled ops", ": [allreduce",
-    "order differs", "broadcast block found", "initialization options", "Process group",
+    "started ranks:", "finished ranks:", "] started ", "] finished ", "monitoredBarrier",
+    "to complete", "Connection closed by peer", "Connection reset by peer", "caused pair closure",
+    "connectFullMesh", "op.preamble", "store based barrier", "store-based barrier",
+    "ncclUniqueId", "wait timeout after", "CollectiveFingerPrint", "tensors were submitted",
+    "issing ranks", "ready ranks", "Stalled ops", ": [allreduce", "order differs",
+    "broadcast block found", "initialization options", "Process group", "ProcessGroup", "[c10d]",
+    "torch.distributed.",
 )  # fmt: skip
 """Literal text; a line that holds none of these states nothing here."""
 
@@ -447,10 +448,20 @@ def _stalls(lines: pl.DataFrame) -> pl.DataFrame:
 
 
 def _options(lines: pl.DataFrame) -> pl.DataFrame:
+    """How large the groups are that a rank makes; and that there are groups at all."""
     text = pl.col("text")
     size = r"initialization options:.{0,40}?size: (\d{1,7}), global rank: (\d{1,6})"
-    return facts(
-        _own(lines, size), "options",
-        number=_number(text.str.extract(size)), rank=text.str.extract(size, 2),
-        **_pg_columns(),
+    there = r"\[c10d\]|ProcessGroup\w*\.cpp:\d|torch\.distributed\."
+    return pl.concat(
+        [
+            facts(
+                _own(lines, size), "options",
+                number=_number(text.str.extract(size)), rank=text.str.extract(size, 2),
+                **_pg_columns(),
+            ),
+            facts(lines.filter(text.str.contains(there)), "present")
+            .group_by("file", maintain_order=True)
+            .first()
+            .select(none().columns),
+        ]
     )  # fmt: skip

@@ -36,7 +36,10 @@ _NOISE: Final = (
 )  # fmt: skip
 """What the teardown of a healthy job may print."""
 _ENOUGH: Final = 5
-"""Steps after a message, without a time, by which a job outlived it."""
+"""Steps of others, or without a time, after a message, by which a job outlived it."""
+
+_LAST_FEW: Final = 64
+"""Signs of life of a file that are held against failures of no stated rank."""
 
 _SECONDARY: Final = (
     r"(?i)DistBackendError|DistStoreError|DistNetworkError|ChildFailedError|SignalException|"
@@ -77,29 +80,39 @@ def without_stale(facts: pl.DataFrame) -> pl.DataFrame:
     ends = facts.filter(pl.col("what") == "end").select(
         "file", at="line", by="rank", when="t", kind="what"
     )
-    same = pl.col("by").is_null() | pl.col("writer").is_null() | (pl.col("by") == pl.col("writer"))
-    later = failed.join(pl.concat([steps, ends]), on="file").filter(
-        same & (pl.col("at") > pl.col("line"))
-    )
+    # never every failure with every step: jobs have thousands of ranks
+    signs = pl.concat([steps, ends]).sort("file", "at")
+    unsigned = signs.filter(pl.col("by").is_null())
+    last_few = signs.group_by("file", maintain_order=True).tail(_LAST_FEW)
+    last_unsigned = unsigned.group_by("file", maintain_order=True).tail(_LAST_FEW)
+    later = pl.concat(
+        [
+            failed.join(signs, left_on=["file", "writer"], right_on=["file", "by"]).with_columns(
+                own=pl.lit(value=True)
+            ),
+            failed.join(last_unsigned.drop("by"), on="file").filter(pl.col("writer").is_not_null()),
+            failed.filter(pl.col("writer").is_null()).join(last_few.drop("by"), on="file"),
+        ],
+        how="diagonal",
+    ).filter(pl.col("at") > pl.col("line"))
+    own = pl.col("own").fill_null(value=False)
+    step = pl.col("kind") == "step"
     timed = pl.col("t").is_not_null() & pl.col("when").is_not_null()
     outlived = (
         later.group_by("row")
         .agg(
-            after=(timed & (pl.col("when") > pl.col("t"))).any(),
-            many=(~timed & (pl.col("kind") == "step")).sum() >= _ENOUGH,
+            after=(own & step & timed & (pl.col("when") > pl.col("t"))).any(),
+            # others may make a step or two before they notice
+            many=(step & ~(timed & (pl.col("when") < pl.col("t")))).sum() >= _ENOUGH,
             ended=((pl.col("kind") == "end") & ~(timed & (pl.col("when") < pl.col("t")))).any(),
         )
         .filter(pl.col("after") | pl.col("many") | pl.col("ended"))
     )
     # after the end: of the same rank anywhere, or of the job in the same file
     noise = failed.filter(pl.col("what").is_in(_NOISE))
-    by_job = noise.join(ends.filter(pl.col("by").is_null()), on="file").filter(
-        pl.col("at") < pl.col("line")
-    )
-    by_rank = noise.join(
-        ends.filter(pl.col("by").is_not_null()).select(pl.exclude("file")),
-        left_on="rank", right_on="by",
-    )  # fmt: skip
+    first_end = ends.filter(pl.col("by").is_null()).group_by("file").agg(pl.col("at").min())
+    by_job = noise.join(first_end, on="file").filter(pl.col("at") < pl.col("line"))
+    by_rank = noise.join(ends.select("by").drop_nulls().unique(), left_on="rank", right_on="by")
     # a file in which all ranks that spoke have ended ends, too
     spoke = facts.filter(pl.col("what") == "life")["rank"].drop_nulls().unique()
     done = ends["by"].drop_nulls().unique()
@@ -134,7 +147,7 @@ def with_crashes(facts: pl.DataFrame) -> pl.DataFrame:
         )  # fmt: skip
     else:
         raised = raised.clear()
-    own = raised.filter(~pl.col("text").str.contains(_SECONDARY))
+    own = _fatal_to_it(raised.filter(~pl.col("text").str.contains(_SECONDARY)), facts)
     let_down = raised.filter(pl.col("text").str.contains(_SECONDARY))
     fatal = facts.filter(
         pl.col("what").is_in(["fatal", "watchdog_error", "oom_killed"])
@@ -191,6 +204,35 @@ def with_crashes(facts: pl.DataFrame) -> pl.DataFrame:
         what=pl.lit("let_down")
     )
     return pl.concat([facts, crash, fell_too])
+
+
+_ALIVE: Final = 60 * 1_000_000_000
+_ALIVE_LINES: Final = 200
+
+
+def _fatal_to_it(raised: pl.DataFrame, facts: pl.DataFrame) -> pl.DataFrame:
+    """Exceptions that their rank did not outlive: a program may print one and go on."""
+    if raised.is_empty():
+        return raised
+    # a dead main thread does not silence the threads of the library
+    last = facts.filter(
+        (pl.col("what") == "life")
+        & pl.col("rank").is_not_null()
+        & ~pl.col("text").str.contains(r"^\s*\[[EWIF][ \d]|ProcessGroup|terminate called")
+    )
+    last = last.group_by("rank", "file").agg(
+        alive=pl.col("line").max(), alive_t=pl.col("t").max()
+    )  # fmt: skip
+    return (
+        raised.join(last, on=["rank", "file"], how="left")
+        .filter(
+            ~(
+                ((pl.col("alive_t") - pl.col("t")) > _ALIVE)
+                | ((pl.col("alive") - pl.col("line")) > _ALIVE_LINES)
+            ).fill_null(False)
+        )
+        .select(raised.columns)
+    )
 
 
 _SIGNALS: Final = (-9, -11, -7, -4, -8, 137, 139, 135, 132, 136)

@@ -66,8 +66,10 @@ _EXCEPTION: Final = (
     r"^\s*(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Interrupt|SystemExit))(?::|\s*$)"
 )
 _FATAL: Final = (
-    r"Fatal Python error: |Segmentation fault|Signal: \w+|Bus error|[Cc]aught signal \d+ |"
-    r"double free or corruption|free\(\): invalid|malloc\(\): |SIGSEGV|SIGBUS"
+    r"Fatal Python error: |Segmentation fault \(|Segmentation fault$|Bus error \(|Bus error$|"
+    r"Signal: (?:Segmentation|Bus|Illegal|Floating)|[Cc]aught signal (?:11|7|4|8)\b|"
+    r"double free or corruption|free\(\): invalid|malloc\(\): (?:corrupt|invalid|memory)|"
+    r"(?:received|by) (?:signal )?SIG(?:SEGV|BUS|ILL|FPE)"
 )
 _RANK_WORD: Final = r"(?i)^.{0,60}?(?:^|[\s|\[(,;])(?:global[ _]?)?rank ?[=:#]? ?(\d{1,6})\b"
 
@@ -140,7 +142,9 @@ def _deaths(lines: pl.DataFrame) -> pl.DataFrame:
     trace = own(lines, r"Traceback \(most recent call last\)")
     raised = lines.filter(text.str.contains(_EXCEPTION))
     fatal = own(lines, _FATAL).filter(~text.str.contains("closing signal|received by PID"))
-    memory = own(lines, r"oom_kill event|OOMKilled|oom-kill|Out of memory: Kill")
+    memory = own(lines, r"oom_kill event|OOMKilled|oom-kill:|Out of memory: Kill").filter(
+        ~text.str.contains(r"(?i)OOMKilled\W{1,4}false")
+    )
     return pl.concat(
         [
             facts(trace, "traceback"),

@@ -157,6 +157,17 @@ class State:
         ).fetchall()
         return pl.DataFrame(rows, schema=NIGHTS, orient="row")
 
+    def verdicts(self) -> pl.DataFrame:
+        """Jobs of each night by verdict: ``night``, ``verdict``, ``jobs``."""
+        rows = self._db.execute(
+            """
+            SELECT night, verdict, count(*) FROM jobs JOIN runs USING (run)
+            GROUP BY night, verdict ORDER BY night, verdict
+            """
+        ).fetchall()
+        schema = {"night": pl.String(), "verdict": pl.String(), "jobs": pl.Int64()}
+        return pl.DataFrame(rows, schema=schema, orient="row")
+
     def unpublished(self) -> list[Run]:
         """Runs that were analysed, but died before their folder was there and everybody told."""
         rows = self._db.execute(
