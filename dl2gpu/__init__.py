@@ -17,18 +17,20 @@ from typing import TYPE_CHECKING, Any, Final
 from dl2gpu.engine.compiled import find_cache
 
 if TYPE_CHECKING:
+    from dl2gpu.report.html_overview import History as History
     from dl2gpu.report.model import Report as Report
     from dl2gpu.scan import scan as scan
     from dl2gpu.trace.discover import listing as listing
     from dl2gpu.trace.readers import read_trace as read_trace
 
-__all__ = ["Report", "__version__", "listing", "read_trace", "scan"]
+__all__ = ["History", "Report", "__version__", "listing", "read_trace", "scan"]
 
 __version__ = "0.1.0"
 
 find_cache()
 
 _HOME: Final = {
+    "History": "dl2gpu.report.html_overview",
     "Report": "dl2gpu.report.model",
     "listing": "dl2gpu.trace.discover",
     "read_trace": "dl2gpu.trace.readers",

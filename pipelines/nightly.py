@@ -204,6 +204,18 @@ def _publish(
     return failures
 
 
+def _history(state: State, groups: pl.DataFrame) -> dl2gpu.History:
+    """Nights and faults, for the overview of the report."""
+    dates = pl.col("first_seen", "last_seen").str.to_date()
+    faults = groups.with_columns(dates).select(
+        "fingerprint", "status", "first_seen", "last_seen", "nights", "jobs",
+        gpu_hours_lost="all_gpu_hours",
+    )  # fmt: skip
+    return dl2gpu.History(
+        nights=state.verdicts().with_columns(pl.col("night").str.to_date()), faults=faults
+    )
+
+
 def _notify(config: Config, state: State, run: Run, told: dict[str, Any], tell: Tell) -> list[str]:
     failures = []
     for n, hook in enumerate(config.webhooks):

@@ -87,7 +87,14 @@ def test_scan_is_the_function_whatever_was_imported_first(first: str) -> None:
 
 
 def test_public_face() -> None:
-    assert set(dl2gpu.__all__) == {"Report", "__version__", "listing", "read_trace", "scan"}
+    assert set(dl2gpu.__all__) == {
+        "History",
+        "Report",
+        "__version__",
+        "listing",
+        "read_trace",
+        "scan",
+    }
     assert set(dl2gpu.__all__) <= set(dir(dl2gpu))
     for name in dl2gpu.__all__:
         assert getattr(dl2gpu, name) is not None
