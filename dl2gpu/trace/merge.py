@@ -28,8 +28,13 @@ STRENGTH: Final = (
 )  # fmt: skip
 """Sources, the strongest first."""
 
-_NUMBERED: Final = ("flight_recorder", "log", "ras")
-"""Sources that number the collectives of a communicator alike: as PyTorch counts them."""
+_NUMBERED: Final = (pl.col("source") == "flight_recorder") | (
+    (pl.col("source") == "log") & ~pl.col("p2p")
+)
+"""Records that number the collectives of a communicator alike: as PyTorch counts them.
+
+A log with point to point is one of NCCL's calls, which have no such numbers.
+"""
 
 _WEAKEST: Final = len(STRENGTH)
 
@@ -41,7 +46,7 @@ def merge(trace: Trace, inputs: list[Input]) -> tuple[Trace, list[Input]]:
     name it alike, and where no two of them disagree about the number of ranks. The order of jobs
     is that of their strongest records.
     """
-    jobs = trace.jobs.select("job", "name", "folder", "attempt", "world_size", "source")
+    jobs = trace.jobs.select("job", "name", "folder", "attempt", "world_size", "source", "p2p")
     counts = jobs.group_by("folder", "attempt").agg(pl.col("source").n_unique())
     if counts.filter(pl.col("source") > 1).is_empty():
         return trace, inputs
@@ -85,21 +90,21 @@ def _targets(jobs: pl.DataFrame) -> pl.DataFrame:
     )
     return keyed.with_columns(
         target=pl.when("apart").then("job").otherwise(together.first().over(within))
-    ).select("job", "name", "folder", "source", "strength", "target")
+    ).select("job", "name", "folder", "source", "p2p", "strength", "target")
 
 
 def _winners(trace: Trace, target: pl.DataFrame) -> pl.DataFrame:
-    """Rows of ``ranks`` with ``target, strength, has`` (operations) and ``wins``, ``kept``.
+    """Rows of ``ranks`` with ``target, strength, has`` (operations), ``fits`` and ``wins``.
 
-    ``wins``: the record of the rank whose operations are used. ``kept``: the rank is in the job
-    although this record is not used, or by it; a rank of which there is only a record that cannot
-    be put beside the others' stays missing.
+    ``wins``: the record that stands for the rank. ``fits``: its operations can be put beside those
+    of the job's strongest record. A rank of which there is only a record that does not fit stays
+    missing, unless that says that it died.
     """
     has = trace.events.select("job", "rank").unique().with_columns(has=pl.lit(value=True))
-    group = pl.when(pl.col("source").is_in(_NUMBERED)).then(pl.lit("numbered")).otherwise("source")
+    group = pl.when(_NUMBERED).then(pl.lit("numbered")).otherwise("source")
     rows = (
         trace.ranks.with_row_index("row")
-        .join(target.select("job", "target", "source", "strength"), on="job")
+        .join(target.select("job", "target", "source", "p2p", "strength"), on="job")
         .join(has, on=["job", "rank"], how="left")
         .with_columns(pl.col("has").fill_null(False), group=group)
     )
@@ -110,9 +115,10 @@ def _winners(trace: Trace, target: pl.DataFrame) -> pl.DataFrame:
         .agg(base=pl.col("group").first())
     )
     rows = rows.join(base, on="target").with_columns(fits=pl.col("group") == pl.col("base"))
+    dead = pl.col("exit").is_in([EXIT["crashed"], EXIT["killed"]])
     best = (
-        rows.filter("fits")
-        .sort(~pl.col("has"), "strength", "job")
+        rows.filter(pl.col("fits") | dead)  # that a rank died is known without its operations
+        .sort(~pl.col("fits"), ~pl.col("has"), "strength", "job")
         .unique(["target", "rank"], keep="first", maintain_order=True)
         .select("row", wins=pl.lit(value=True))
     )
@@ -192,7 +198,7 @@ def _tables(
     """All tables with jobs and communicators put together."""
     numbers = _Numbers.of(target, comm_of)
     strength = target.select("job", "strength")
-    kept = winners.filter("wins").select("job", "rank")
+    kept = winners.filter(pl.col("wins") & pl.col("fits")).select("job", "rank")
     fitting = winners.filter("fits").select("job", "rank").unique()
     status = (
         numbers.applied(
@@ -261,6 +267,7 @@ def _ranks(trace: Trace, winners: pl.DataFrame) -> pl.DataFrame:
                 pl.col("ended").fill_null(unknown)
             ),
             code=pl.coalesce("code", "with_code"),
+            only_active=pl.col("only_active") | ~pl.col("fits"),  # none of it is here
             t_last=pl.col("last"),
         )
         .sort("row")
@@ -294,7 +301,7 @@ def _told(target: pl.DataFrame, winners: pl.DataFrame, inputs: list[Input]) -> l
         .filter(pl.col("path").is_not_null())
         .group_by("path")
         .agg(
-            used=(pl.col("wins") & pl.col("has")).any(),
+            used=(pl.col("wins") & pl.col("fits") & pl.col("has")).any(),
             unfit=(~pl.col("fits") & pl.col("has")).any(),
             weaker=(pl.col("fits") & ~pl.col("wins") & pl.col("has")).any(),
         )

@@ -27,6 +27,7 @@ def record(
     world: int | None = 4,
     comms: Sequence[tuple[str, str, Sequence[int]]] = (("0", "default_pg", WORLD),),
     silent: Sequence[int] = (),
+    p2p: bool = False,
     exits: dict[int, str] | None = None,
     **event: Any,
 ) -> Trace:
@@ -38,7 +39,7 @@ def record(
         for seq in range(len(comms))
     ]  # fmt: skip
     job = {"job": 0, "name": name, "folder": folder, "attempt": attempt, "world_size": world,
-           "source": source, "waits": False, "p2p": True}  # fmt: skip
+           "source": source, "waits": False, "p2p": p2p}  # fmt: skip
     ends = [
         {"job": 0, "rank": rank, "exit": EXIT[(exits or {}).get(rank, "unknown")],
          "truncated": False, "lost_before": 0, "only_active": False,
@@ -100,6 +101,20 @@ def test_operations_without_numbers_are_not_put_beside_others() -> None:
     assert trace.ranks["rank"].to_list() == [0, 1]  # of the others there is no record: missing
     assert trace.ranks["exit"].to_list() == [EXIT["finished"], EXIT["unknown"]]
     assert "no numbers" in (told["night/job/kineto_3"] or "")
+
+
+def test_calls_of_nccl_have_no_numbers_either() -> None:
+    """They are counted from the first line of the log, wherever in the run that is."""
+    dumps = record("flight_recorder", [0, 1], count=1, p2p=True)
+    calls = record("log", WORLD, count=2, p2p=True, exits={2: "crashed"})
+    trace, told = merged(dumps, calls)
+    assert used(trace) == {0: [1], 1: [1]}
+    assert "no numbers" in (told["night/job/log_3"] or "")
+    # that rank 2 died is known all the same; of rank 3 nothing
+    assert dict(trace.ranks.select("rank", "exit").iter_rows()) == {
+        0: EXIT["unknown"], 1: EXIT["unknown"], 2: EXIT["crashed"],
+    }  # fmt: skip
+    assert trace.ranks.filter(rank=2)["only_active"].item()
 
 
 def test_a_log_tells_how_a_rank_ended() -> None:
