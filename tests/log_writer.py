@@ -269,7 +269,7 @@ def files(
         cuts = set(glue)
         for number, line in enumerate(lines):
             shown = LAUNCHERS[launcher](line)
-            if colour:
+            if colour and launcher != "docker":  # which keeps colours within its text
                 shown = f"\x1b[33m{shown}\x1b[0m"
             follows = lines[number + 1] if number + 1 < len(lines) else None
             joined = (
