@@ -330,7 +330,12 @@ def _bury(path: Path, *, aftermath: bool) -> None:
 
 
 def _keep_flight_recorder(recorder: Recorder) -> None:
-    """PyTorch's own dump, in a folder beside the record: states that a host cannot see."""
+    """PyTorch's own dump, in a folder beside the record: states that a host cannot see.
+
+    Of the libraries that work on the host it holds nothing that the record does not.
+    """
+    if recorder.backend in ("gloo", "mpi", "ucc"):
+        return
     import torch
 
     c10d: Any = torch._C._distributed_c10d

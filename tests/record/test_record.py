@@ -314,6 +314,23 @@ def test_a_job_that_is_told_to_end_was_alive(tmp_path: Path) -> None:
         job.end()
 
 
+def test_the_dump_of_flight_recorder_is_kept_where_it_has_more_to_say(tmp_path: Path) -> None:
+    text = """
+dist.barrier()
+from dl2gpu.record import watch
+from dl2gpu.record.state import process
+for backend in ("gloo", "nccl"):
+    process.recorder.backend = backend
+    watch._keep_flight_recorder(process.recorder)
+    print((process.settings.folder / "flight_recorder").exists())
+"""
+    job = Job(tmp_path, text, 2)
+    assert job.finish()[1].split()[-1] == "True"
+    assert job.ops(0)[0]["op"] == "barrier"
+    jobs = {j["job"]: j["events"] for j in report(job.trace).jobs.to_dicts()}
+    assert jobs == {"trace": 4, "flight_recorder": 2}
+
+
 def test_two_lines_in_a_script(tmp_path: Path) -> None:
     text = f"""
 dist.barrier()
