@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -42,6 +43,46 @@ def watch(recorder: Recorder, settings: Settings) -> None:
     _Watch(recorder, settings).start()
 
 
+class _Ending:
+    """How this process is about to end."""
+
+    exit = "finished"
+    code = 0
+
+    def by(self, error: BaseException) -> None:
+        """By an exception; one of its communication has its mark already."""
+        if process.recorder is not None and isinstance(error, Exception):
+            process.recorder.ends_with(error)
+        if isinstance(error, SystemExit):
+            self.with_code(error.code)
+        elif isinstance(error, KeyboardInterrupt):  # somebody ended what was alive
+            self.exit, self.code = "alive", 130
+        else:
+            self.exit, self.code = "crashed", 1
+
+    def with_code(self, code: object) -> None:
+        """By ``sys.exit``."""
+        self.code = code if isinstance(code, int) else int(code is not None)
+        self.exit = "crashed" if self.code else "finished"
+
+
+_ending: Final = _Ending()
+
+
+def _watch_ending() -> None:
+    def hook(original: Any, kind: Any, error: Any, *rest: Any) -> None:
+        if isinstance(error, BaseException):
+            _ending.by(error)
+        original(kind, error, *rest)
+
+    def leave(original: Any, *args: Any) -> None:
+        _ending.with_code(args[0] if args else None)
+        original(*args)
+
+    patch(sys, "excepthook", hook)
+    patch(sys, "exit", leave)
+
+
 class _Watch:
     def __init__(self, recorder: Recorder, settings: Settings) -> None:
         self.recorder = recorder
@@ -50,8 +91,6 @@ class _Watch:
         self.stack_bytes = 0
         self.files: list[TextIO] = []
         self.told = False
-        self.code: int | None = None
-        self.crashed = False
         self.peers: dict[Path, int] = {}
         self.aftermath = False
         """Had communication broken, here, before this look at the others."""
@@ -66,19 +105,7 @@ class _Watch:
     # ---- ends
 
     def _on_exit(self) -> None:
-        def hook(original: Any, kind: Any, *rest: Any) -> None:
-            self.recorder.ends_with(rest[0] if rest else None)
-            self.crashed = not issubclass(kind, KeyboardInterrupt)
-            self.code = 1
-            original(kind, *rest)
-
-        def leave(original: Any, *args: Any) -> None:
-            code = args[0] if args else None
-            self.code = code if isinstance(code, int) else int(code is not None)
-            original(*args)
-
-        patch(sys, "excepthook", hook)
-        patch(sys, "exit", leave)
+        _watch_ending()
         if multiprocessing.parent_process() is not None:  # ends without the hooks of a program
             multiprocessing.util.Finalize(None, self._ended, exitpriority=-1000)
         atexit.register(self._ended)
@@ -88,17 +115,11 @@ class _Watch:
         if recorder.pid != os.getpid():
             return
         flying = sys.exc_info()[1]
-        if isinstance(flying, Exception):
-            recorder.ends_with(flying)
+        if flying is not None:
+            _ending.by(flying)
         self._drop_empty_stacks()
-        if not recorder.recording:
-            return
-        if flying is not None and not isinstance(flying, SystemExit):
-            self.crashed, self.code = True, 1
-        elif isinstance(flying, SystemExit):
-            self.code = flying.code if isinstance(flying.code, int) else int(bool(flying.code))
-        code = self.code or 0
-        recorder.end("crashed" if self.crashed or code else "finished", code)
+        if recorder.recording:
+            recorder.end(_ending.exit, _ending.code)
 
     def _drop_empty_stacks(self) -> None:
         for file in self.files:
@@ -139,6 +160,8 @@ class _Watch:
                 if file is not None:
                     chain = suffix == TOLD  # then it ends, as it would have
                     faulthandler.register(number, file, all_threads=True, chain=chain)
+                    # a child that is forked, a worker of a data loader, is none of this
+                    os.register_at_fork(after_in_child=partial(faulthandler.unregister, number))
             except (OSError, ValueError, RuntimeError, AttributeError) as error:
                 warn_once(f"no stacks on a signal: {error}")
 
@@ -307,7 +330,12 @@ def _bury(path: Path, *, aftermath: bool) -> None:
 
 
 def _keep_flight_recorder(recorder: Recorder) -> None:
-    """PyTorch's own dump, in a folder beside the record: states that a host cannot see."""
+    """PyTorch's own dump, in a folder beside the record: states that a host cannot see.
+
+    Of the libraries that work on the host it holds nothing that the record does not.
+    """
+    if recorder.backend in ("gloo", "mpi", "ucc"):
+        return
     import torch
 
     c10d: Any = torch._C._distributed_c10d

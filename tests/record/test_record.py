@@ -270,6 +270,67 @@ def test_an_exception_is_a_crash_with_its_code(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_an_interrupted_rank_was_alive(tmp_path: Path) -> None:
+    text = "print('here', flush=True)\nif rank == 0:\n    dist.barrier()\ntime.sleep(600)\n"
+    job = Job(tmp_path, text, 2)
+    try:
+        assert job.children[1].stdout is not None
+        assert job.children[1].stdout.readline() == "here\n"
+        job.children[1].send_signal(signal.SIGINT)
+        job.children[1].wait()
+        assert job.lines(1)[-1]["exit"] == "alive"
+    finally:
+        job.end()
+
+
+def test_a_worker_that_is_ended_is_not_the_rank(tmp_path: Path) -> None:
+    text = """
+import multiprocessing, signal
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+worker.start()
+time.sleep(0.5)
+worker.terminate()
+worker.join()
+assert worker.exitcode == -signal.SIGTERM
+dist.barrier()
+"""
+    job = Job(tmp_path, text, 2)
+    job.finish()
+    assert {p.name for p in job.trace.iterdir()} == {"rank_0.jsonl", "rank_1.jsonl"}
+    assert [o["op"] for o in job.ops(0)] == ["barrier", "wait"]
+
+
+def test_a_job_that_is_told_to_end_was_alive(tmp_path: Path) -> None:
+    job = Job(tmp_path, "if rank == 0:\n    dist.barrier()\ntime.sleep(600)\n", 2, hang_s=0)
+    try:
+        job.wait_for(lambda: job.ops(0) and job.ops(0)[-1]["op"] == "wait" and job.lines(1))
+        job.children[0].terminate()
+        job.children[0].communicate()
+        assert "in barrier" in (job.trace / "rank_0.terminated.txt").read_text()
+        assert job.children[0].returncode == -signal.SIGTERM
+        job.wait_for(lambda: job.lines(0)[-1]["kind"] == "end")
+        assert job.lines(0)[-1]["exit"] == "alive"
+    finally:
+        job.end()
+
+
+def test_the_dump_of_flight_recorder_is_kept_where_it_has_more_to_say(tmp_path: Path) -> None:
+    text = """
+dist.barrier()
+from dl2gpu.record import watch
+from dl2gpu.record.state import process
+for backend in ("gloo", "nccl"):
+    process.recorder.backend = backend
+    watch._keep_flight_recorder(process.recorder)
+    print((process.settings.folder / "flight_recorder").exists())
+"""
+    job = Job(tmp_path, text, 2)
+    assert job.finish()[1].split()[-1] == "True"
+    assert job.ops(0)[0]["op"] == "barrier"
+    jobs = {j["job"]: j["events"] for j in report(job.trace).jobs.to_dicts()}
+    assert jobs == {"trace": 4, "flight_recorder": 2}
+
+
 def test_two_lines_in_a_script(tmp_path: Path) -> None:
     text = f"""
 dist.barrier()
