@@ -365,6 +365,7 @@ class _Reader:
         )
         comms = Communicators(kept, codes)
         events = comms.rows_for(events)
+        status = comms.status_table(kept)  # before the table: it may name what nobody declared
         per_file = {int(i): int(n) for i, n in events.group_by("__file").len().iter_rows()}
         trace = Trace(
             events=conform(events, "events"),
@@ -377,7 +378,7 @@ class _Reader:
                 strict=False,
             ),
             strings=self.names.strings.frame(),
-            status=comms.status_table(kept),
+            status=status,
         )
         return trace, per_file
 

@@ -654,6 +654,17 @@ def validate(trace: Trace, source: str = "trace") -> Trace:
                 f"{source}: table {name}, column {index}: expected every number from 0 to "
                 f"{frame.height - 1} once"
             )
+    for name in ("ranks", "comms", "status", "said"):
+        frame = trace.tables()[name]
+        for column, size in (("job", trace.jobs.height), ("comm", trace.comms.height)):
+            if column not in frame.columns or frame.is_empty():
+                continue
+            outside = frame.filter(~pl.col(column).is_between(0, size - 1))
+            if outside.height:
+                raise SchemaError(
+                    f"{source}: table {name}, column {column}: expected 0..{size - 1}, "
+                    f"found {outside[column][0]}"
+                )
     events = trace.events
     if events.is_empty():
         return trace

@@ -492,6 +492,16 @@ def test_wrong_header(head: bytes, place: str) -> None:
     assert re.search(place, str(inputs[0].reason)), inputs[0].reason
 
 
+def test_status_of_a_communicator_that_nobody_declares() -> None:
+    """It becomes one without members, which the table of communicators holds as well."""
+    head = b'{"kind":"header","format":"dl2gpu.trace","version":1,"rank":0,"job":"j"}\n'
+    trace, inputs = read(head + b'{"kind":"status","comm":"x","last_enqueued":3}\n')
+    assert inputs[0].status == "read"
+    assert trace.comms["id"].to_list() == ["x"]
+    assert trace.status["comm"].to_list() == [0]
+    assert validate(trace) is trace
+
+
 def test_bytes_that_are_not_utf8() -> None:
     text = encoded([header(), DP, op(0, stream="caf\u00e9")]).replace(b"\\u00e9", b"\xe9")
     trace, inputs = read(text)
