@@ -51,21 +51,23 @@ def worker(args: argparse.Namespace) -> None:
     model = DistributedDataParallel(GPT2LMHeadModel(config), bucket_cap_mb=1)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
     data = torch.randint(0, 1000, (4, 64))
-    seconds = []
+    seconds, cpu = [], []
     losses = []
     for step in range(args.steps):
         if args.turns:
             in_turns(step)
-        begun = time.perf_counter()
+        begun, busy = time.perf_counter(), time.process_time()
         loss = model(data, labels=data).loss
         loss.backward()
         optimiser.step()
         optimiser.zero_grad()
         seconds.append(time.perf_counter() - begun)
+        cpu.append(time.process_time() - busy)
         losses.append(float(loss.detach()))
     if args.rank == 0:
         parameters = sum(p.numel() for p in model.parameters())
-        print(json.dumps({"s": seconds[WARM_UP:], "losses": losses, "parameters": parameters}))
+        out = {"s": seconds[WARM_UP:], "cpu": cpu[WARM_UP:], "losses": losses}
+        print(json.dumps(out | {"parameters": parameters}))
     dist.barrier()
 
 
@@ -73,6 +75,15 @@ def recorded(step: int) -> bool:
     """One step of each pair is recorded, the first or the second by chance."""
     first = random.Random(step // 2).random() < 0.5
     return first == (step % 2 == 0)
+
+
+def by_turns(seconds: list[float]) -> list[float]:
+    """Recorded over plain, of each pair of steps; the list begins after the steps that warm up."""
+    ratios = []
+    for i in range(1, len(seconds) - 1, 2):
+        pair = seconds[i : i + 2] if recorded(WARM_UP + i + 1) else seconds[i + 1 : i - 1 : -1]
+        ratios.append(pair[1] / pair[0])
+    return ratios
 
 
 def in_turns(step: int) -> None:
@@ -158,11 +169,7 @@ def main() -> None:
             last = out if record else last
         args.steps *= 4
         paired = run(args, True, Path(scratch) / "turns", turns=True)
-    seconds: list[float] = paired["s"]  # type: ignore[assignment]
-    ratios = []
-    for i in range(1, len(seconds) - 1, 2):  # the list begins after the steps that warm up
-        pair = seconds[i : i + 2] if recorded(WARM_UP + i + 1) else seconds[i + 1 : i - 1 : -1]
-        ratios.append(pair[1] / pair[0])
+    ratios, busy = (by_turns(paired[key]) for key in ("s", "cpu"))  # type: ignore[arg-type]
     ratio = statistics.median(ratios)
     plain, with_it = (statistics.median(steps[r]) for r in (False, True))
     ours, floor = cost_of_a_line()
@@ -175,6 +182,7 @@ def main() -> None:
         )
     print(f"overhead  {100 * (with_it / plain - 1):+.2f} % by rounds")
     print(f"overhead  {100 * (ratio - 1):+.2f} % by turns, median of {len(ratios)} pairs of steps")
+    print(f"processor {100 * (statistics.median(busy) - 1):+.2f} % by turns, of rank 0")
     print(f"records   {last['lines']} lines of about {last['bytes']} bytes a rank")
     print(f"one line  {1e6 * ours:.1f} us; the bare write of it {1e6 * floor:.1f} us")
     print(f"losses    {'the same to the last bit' if len(losses) == 1 else 'DIFFERENT'}")
