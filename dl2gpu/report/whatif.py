@@ -114,7 +114,7 @@ def _safe_lines(job: str, result: Result) -> Iterator[str]:
         if s["job"] != job:
             continue
         if s["channel_bytes"] is None:
-            yield "No buffer is large enough."
+            yield "No buffer prevents it."
             continue
         where = f" between {pairs_text(s['channels'])}" if s["channels"] else ""
         yield (
