@@ -244,7 +244,7 @@ def dumped(chance: Random, root: Any) -> bytes:
     if chance.random() < 0.05:
         key = re.search(r'"(\w+)": ', text)
         if key:
-            text = text.replace(key[0], f'{key[0]}{chance.choice(NUMBERS)}, {key[0]}', 1)
+            text = text.replace(key[0], f"{key[0]}{chance.choice(NUMBERS)}, {key[0]}", 1)
     return text.encode("utf-8", "surrogatepass")
 
 

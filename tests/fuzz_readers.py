@@ -84,7 +84,7 @@ Files = Sequence[bytes]
 Outcome = tuple[Trace | None, list[Input]]
 
 
-class Fault(Exception):  # noqa: N818 - what a reader did wrong
+class Fault(Exception):
     """A reader did what none may; the message says what."""
 
 
@@ -100,15 +100,29 @@ def _bark(signum: int, frame: FrameType | None) -> None:
 # How a batch is read
 
 
+def _files(format_: str, group: int, contents: Files) -> list[TraceFile]:
+    """As discovery would hand them over; ``group`` files are one job."""
+    jobs = [f"job{k // group}" for k in range(len(contents))]
+    return [
+        TraceFile(f"{job}/rank_{k % group}.x", f"{k}", format_, job, len(contents[k]))
+        for k, job in enumerate(jobs)
+    ]
+
+
 def _in_memory(format_: str, group: int, contents: Files) -> Outcome:
     """Through a reader that takes ``load``; ``group`` files are one job."""
     stored = {f"{k}": data for k, data in enumerate(contents)}
-    files = [
-        TraceFile(f"job{k // group}/rank_{k % group}.x", f"{k}", format_, f"job{k // group}", len(d))
-        for k, d in enumerate(contents)
-    ]
+    files = _files(format_, group, contents)
     read = importlib.import_module(READERS[format_]).read
     return read(files, lambda file: unwrap(stored[file.url], LIMITS))  # type: ignore[no-any-return]
+
+
+def _profiled(group: int, contents: Files) -> Outcome:
+    """Through the reader of profiler traces, in small blocks."""
+    from dl2gpu.trace import kineto
+
+    files = _files("kineto", group, contents)
+    return kineto.read(files, lambda file: unwrap(contents[int(file.url)], LIMITS), 1 << 13)
 
 
 def _parquet(group: int, contents: Files) -> Outcome:
@@ -192,8 +206,9 @@ def _discovered(archives: bool, group: int, contents: Files) -> Outcome:
         finally:
             containers.forget()
     told = [*found.inputs, *inputs]
-    first = {name: [i for i in told if i.path == name or i.path.startswith(f"{name}/")]
-             for name in names} if archives else {n: [i for i in told if i.path == n or i.path.startswith(f"{n}/")] for n in names}  # fmt: skip
+    first = {
+        name: [i for i in told if i.path == name or i.path.startswith(f"{name}/")] for name in names
+    }
     silent = [name for name, said in first.items() if not said]
     if silent:
         raise Fault(f"{silent[0]}: not accounted for")
@@ -290,13 +305,16 @@ def _table(chance: Random, table: pl.DataFrame) -> pl.DataFrame:
     if how == 0:
         return table.drop(name)
     if how == 1:
-        types = [pl.String, pl.Int8, pl.Int64, pl.UInt64, pl.Float64, pl.Boolean, pl.Binary, pl.Null,
-                 pl.Datetime, pl.List(pl.Int64), pl.Struct({"a": pl.Int8})]  # fmt: skip
+        types: list[Any] = [
+            pl.String, pl.Int8, pl.Int64, pl.UInt64, pl.Float64, pl.Boolean, pl.Binary, pl.Null,
+            pl.Datetime, pl.List(pl.Int64), pl.Struct({"a": pl.Int8}),
+        ]  # fmt: skip
         return table.with_columns(pl.Series(name, [None] * table.height, chance.choice(types)))
     if how == 2:
         return table.rename({name: chance.choice(["x", "job ", "Job", ""])})
     if how == 3:
-        return pl.concat([table, table.sample(1, seed=chance.randrange(1000))]) if table.height else table
+        more = table.sample(min(1, table.height), seed=chance.randrange(1000))
+        return pl.concat([table, more])
     if how == 4:
         return table.head(chance.randrange(table.height + 1))
     if table.height:
@@ -360,30 +378,32 @@ class Target:
     read: Callable[[int, Files], Outcome]
     """Takes how many files are one job, and the files."""
     change: Callable[[Random, bytes, bytes, Kit], bytes]
-    batch: int = 50
+    batch: int = 200
     wrapped: float = 0.02
     """Share of inputs with a layer of compression around."""
+    groups: tuple[int, ...] = (1, 1, 2, 3)
+    """How many files may be one job."""
     apart: bool = False
     """Each input is a job of its own."""
 
 
 TARGETS: Final[dict[str, Target]] = {
     "native": Target(partial(_in_memory, "native"), _json),
-    "parquet": Target(_parquet, _tables, 20, 0, True),
+    "parquet": Target(_parquet, _tables, 20, 0, apart=True),
     "flight_recorder": Target(partial(_in_memory, "flight_recorder"), _pickled),
     "flight_recorder_json": Target(partial(_in_memory, "flight_recorder"), _json),
-    "kineto": Target(partial(_in_memory, "kineto"), _json),
+    "kineto": Target(_profiled, _json, 100),
     "execution_trace": Target(partial(_in_memory, "execution_trace"), _json),
     "chakra": Target(partial(_in_memory, "chakra"), _binary),
     "chakra_json": Target(partial(_in_memory, "chakra"), _json),
     "clog": Target(partial(_in_memory, "clog"), _text),
     "param": Target(partial(_in_memory, "param"), _json),
-    "log": Target(partial(_on_disk, "log"), _text, 100),
-    "ras": Target(partial(_in_memory, "ras"), _mixed),
-    "otf2": Target(_otf2, _archive_files, 2, 0, True),
-    "containers": Target(partial(_discovered, True), _archived, 20, 0.2, True),
-    "sniff": Target(_sniffed, _mixed, 200, 0, True),
-    "discover": Target(partial(_discovered, False), _mixed, 50, 0.2),
+    "log": Target(partial(_on_disk, "log"), _text, 100, groups=(1, 4, 20, 50)),
+    "ras": Target(partial(_in_memory, "ras"), _mixed, groups=(1, 5, 20, 50)),
+    "otf2": Target(_otf2, _archive_files, 2, 0, apart=True),
+    "containers": Target(partial(_discovered, True), _archived, 20, 0.2, apart=True),
+    "sniff": Target(_sniffed, _mixed, 200, 0, apart=True),
+    "discover": Target(partial(_discovered, False), _mixed, 60, 0.2),
 }
 
 
@@ -456,12 +476,12 @@ class Fuzzer:
         self.pool = [*seeds, *kept(self.name)]
         self.seeds = len(self.pool)
 
-    def make(self) -> tuple[int, list[bytes]]:
+    def make(self, batch: int = 0) -> tuple[int, list[bytes]]:
         """The next batch: how many files are one job, and the files."""
         chance = Random(f"{self.name}/{self.seed}/{self.batches}")
-        group = 1 if self.target.apart else chance.choice((1, 1, 2, 3))
+        group = 1 if self.target.apart else chance.choice(self.target.groups)
         contents = []
-        for _ in range(self.target.batch):
+        for _ in range(batch or self.target.batch):
             k = chance.randrange(len(self.pool))
             if len(self.pool) > self.seeds and chance.random() < 0.4:
                 k = chance.randrange(self.seeds)
@@ -473,9 +493,9 @@ class Fuzzer:
         self.batches += 1
         return group, contents
 
-    def step(self, state: Path | None = None) -> None:
+    def step(self, state: Path | None = None, batch: int = 0) -> None:
         """Reads one batch, keeps what is new and what is wrong."""
-        group, contents = self.make()
+        group, contents = self.make(batch)
         if state is not None:
             state.write_bytes(bundled([bytes([group]), *contents]))
         deep = self.batches % ANALYSED == 1
@@ -485,7 +505,9 @@ class Fuzzer:
         self.slowest = max(self.slowest, time.process_time() - begun)
         self.runs += len(contents)
         if wrong is None and self.batches > 5 and _peak() - before > JUMP:
-            wrong = f"memory: {(_peak() - before) >> 20} MiB more for {sum(map(len, contents))} bytes"
+            wrong = (
+                f"memory: {(_peak() - before) >> 20} MiB more for {sum(map(len, contents))} bytes"
+            )
             self.faults.append((wrong, group, contents))
             return
         if wrong is not None:
@@ -515,7 +537,7 @@ class Fuzzer:
             return f"hang: over {seconds:.0f} s of processor time", []
         except BaseException as e:  # noqa: BLE001 - whatever it is
             at = traceback.extract_tb(e.__traceback__)
-            ours = [f for f in at if "dl2gpu" in f.filename.rsplit("/", 3)[-3:][0:1] or "/dl2gpu/" in f.filename]
+            ours = [f for f in at if "/dl2gpu/" in f.filename]
             where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "?"
             return f"{type(e).__name__} at {where}: {str(e)[:200]}", []
         finally:

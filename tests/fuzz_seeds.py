@@ -3,6 +3,8 @@
 Inputs that an earlier run found worth keeping lie in tests/data/fuzz/, a folder a target.
 """
 
+# ruff: noqa: E501 - samples stand as they are
+
 from __future__ import annotations
 
 import io
@@ -124,7 +126,12 @@ def chakra() -> list[bytes]:
     node = et_writer.chakra_node
 
     def device(id_: int, kind: int = 7, deps: tuple[int, ...] = (), **more: Any) -> bytes:
-        told = {"is_cpu_op": False, "comm_size": 2048, "pg_name": "3", "stream": 20} | more
+        told: dict[str, Any] = {
+            "is_cpu_op": False,
+            "comm_size": 2048,
+            "pg_name": "3",
+            "stream": 20,
+        } | more
         return node(id_, "ncclDevKernel_X", kind, deps, values=tensor, types=types, **told)
 
     traced = [
@@ -138,7 +145,11 @@ def chakra() -> list[bytes]:
         for k, t in enumerate((0, 2, 7), 1)
     ]
     first = et_writer.metadata("0.0.4")
-    return [et_writer.chakra(traced), et_writer.chakra(program, first), et_writer.chakra(traced[:1])]
+    return [
+        et_writer.chakra(traced),
+        et_writer.chakra(program, first),
+        et_writer.chakra(traced[:1]),
+    ]
 
 
 def chakra_json() -> list[bytes]:
@@ -182,7 +193,9 @@ G4|R1|C1|S|+2.0
 WARN|x
 """
     short = lines.splitlines(keepends=True)
-    return [(head + t).encode() for t in (lines, "".join(short[:6]), lines.replace("rank=1", "rank=0"))]
+    return [
+        (head + t).encode() for t in (lines, "".join(short[:6]), lines.replace("rank=1", "rank=0"))
+    ]
 
 
 def param() -> list[bytes]:
@@ -211,7 +224,7 @@ def ras() -> list[bytes]:
         {"rank": r, "host": f"h{r}", "pid": 1000 + r, "cuda_dev": r, "nvml_dev": r,
          "status": {"init_state": 0, "async_error": r, "finalize_called": False,
                     "destroy_flag": False, "abort_flag": r == 2},
-         "collective_counts": {k: 5 + r for k in kinds}}
+         "collective_counts": dict.fromkeys(kinds, 5 + r)}
         for r in range(3)
     ]  # fmt: skip
     gone = {"rank": 3, "host": "h", "pid": 9, "cuda_dev": 3, "status":
@@ -395,7 +408,9 @@ _ARCHIVE: Final = [
     b"30 path=../../x\n", b"22 size=99999999999\n", b"GNU.sparse.size=9\n", b"L", b"K", b"x", b"g", b"S",
     b"\x01\0\x10\0", b"\x08\0", b"\x0e\0", b"\x0c\0", b"../", b"/etc/",
 ]  # fmt: skip
-_COMMON: Final = [n.encode() for n in ("{", "}", "[", "]", ",", ":", '"', "null", "true", "0", "-1")]
+_COMMON: Final = [
+    n.encode() for n in ("{", "}", "[", "]", ",", ":", '"', "null", "true", "0", "-1")
+]
 
 
 def tokens(target: str, seeds: list[bytes]) -> list[bytes]:
@@ -411,5 +426,6 @@ def table_odd(dtype: pl.DataType) -> list[Any]:
     if dtype.is_integer():
         return [None, -1, 0, 1, 99, -(2**31), 2**31 - 1]
     if isinstance(dtype, pl.List):
-        return [None, [], [0], [-1], [None], [2**31 - 1]] if dtype.inner.is_integer() else [None, []]  # type: ignore[union-attr]
+        whole = dtype.inner.is_integer()
+        return [None, [], [0], [-1], [None], [2**31 - 1]] if whole else [None, []]
     return [None, "", "any", "x", "send", "wait", "\0"]

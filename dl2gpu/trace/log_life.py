@@ -208,7 +208,7 @@ def _exits(lines: pl.DataFrame) -> pl.DataFrame:
 
 def _launcher(lines: pl.DataFrame) -> pl.DataFrame:
     text = pl.col("text")
-    left = r"(\d{1,4})/(\d{1,4}) attempts left; will restart worker group"
+    left = r"([0-9]{1,4})/([0-9]{1,4}) attempts left; will restart worker group"
     count = r"^\s*restart_count=(\d{1,4})"
     plain = r"Restarting (?:worker group|workers|training)|will restart worker group"
     numbered = lines.filter(text.str.contains(left))
