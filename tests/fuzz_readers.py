@@ -526,8 +526,7 @@ class Fuzzer:
         self, group: int, contents: Files, deep: bool, seconds: float
     ) -> tuple[str | None, list[Input]]:
         """What is wrong with a batch, or None; and the answers."""
-        signal.signal(signal.SIGPROF, _bark)
-        faulthandler.dump_traceback_later(900, exit=True)
+        before = signal.signal(signal.SIGPROF, _bark)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             return None, check(self.target, group, contents, deep)
@@ -542,7 +541,7 @@ class Fuzzer:
             return f"{type(e).__name__} at {where}: {str(e)[:200]}", []
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-            faulthandler.cancel_dump_traceback_later()
+            signal.signal(signal.SIGPROF, before)
 
     def cut_down(self, group: int, contents: list[bytes], wrong: str, deep: bool) -> None:
         """Keeps the jobs of a batch that go wrong alone; an own error of one alone is no fault."""
@@ -575,7 +574,9 @@ def fuzz(fuzzer: Fuzzer, runs: int, seconds: float, out: Path, most: int) -> Non
     kinds: dict[str, int] = {}
     while fuzzer.runs < runs and time.monotonic() - begun < seconds and len(kinds) < most:
         known = len(fuzzer.faults)
+        faulthandler.dump_traceback_later(900, exit=True)  # for what never gets back to Python
         fuzzer.step(state)
+        faulthandler.cancel_dump_traceback_later()
         for wrong, group, contents in fuzzer.faults[known:]:
             kind = re.sub(r"\d+", "#", wrong)[:100]
             kinds[kind] = kinds.get(kind, 0) + 1

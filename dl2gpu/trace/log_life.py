@@ -248,7 +248,7 @@ def _world(lines: pl.DataFrame) -> pl.DataFrame:
             .select(none().columns),
             facts(
                 listed, "members",
-                of=text.str.extract(ranks).str.extract_all(r"\d{1,6}").cast(pl.List(pl.Int32)),
+                of=text.str.extract(ranks).str.extract_all(r"[0-9]{1,6}").cast(pl.List(pl.Int32)),
             ),
         ]
     )  # fmt: skip
