@@ -6,7 +6,6 @@ FORMATS.md 3.4 (the ``Rank`` argument), 4.1 (positions by schema version).
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, Final
 from dl2gpu.trace.calls import LARGEST_GROUP, Call, Group, Record, Wait, natural
 from dl2gpu.trace.flight_recorder_names import member_list, operation
 from dl2gpu.trace.inputs import TraceFile
+from dl2gpu.trace.json_text import lenient
 from dl2gpu.trace.schema import ANY, FLAG
 
 __all__ = ["Process", "tensors_of"]
@@ -163,7 +163,7 @@ class Process:
         """Members of the process groups, from a text of JSON; a cut one says nothing."""
         text = values[0] if values and isinstance(values[0], str) else ""
         try:
-            listed = json.loads(text)
+            listed = lenient(text)
         except (ValueError, RecursionError):
             self.cut_config = True
             return

@@ -6,7 +6,6 @@ the file once, and the wanted nodes. Source: FORMATS.md 4.1, 4.3 and 9 (rows 21,
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import msgspec
 import numpy as np
 
 from dl2gpu.trace import execution_trace_kernel as kernel
+from dl2gpu.trace.json_text import lenient
 
 __all__ = ["Nodes", "read_nodes", "utf8"]
 
@@ -99,9 +99,7 @@ def _decode(node: bytes) -> dict[str, Any] | None:
     except (msgspec.DecodeError, RecursionError):
         try:
             # also takes NaN, Infinity, control characters, and bytes that are no UTF-8
-            value = json.loads(
-                node.decode("utf-8", "replace"), strict=False, parse_constant=lambda _: None
-            )
+            value = lenient(node.decode("utf-8", "replace"))
         except (ValueError, RecursionError):
             return None
     return value if isinstance(value, dict) else None

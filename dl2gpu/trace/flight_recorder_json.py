@@ -6,7 +6,6 @@ pickle look a little different (null for 0, a top-level list, stacks, NaN); both
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dl2gpu.trace.entry_columns import Columns, Fault, Stacks, pack
+from dl2gpu.trace.json_text import DECODER, lenient, without_halves
 from dl2gpu.trace.pickle_tables import COLUMNS, KEYWORDS, LEAST_KEYS, NULL, SATURATED, WIDTH
 
 __all__ = ["decode"]
@@ -139,7 +139,7 @@ def _parse(data: bytes) -> tuple[Any, Fault | None]:
     text = data.decode("utf-8-sig", "replace")
     try:
         # the standard library also takes NaN, Infinity and control characters
-        return json.loads(text, strict=False, parse_constant=lambda _: None), None
+        return lenient(text), None
     except RecursionError:
         return None, Fault("damaged", 0, "JSON nested too deep")
     except ValueError as error:
@@ -153,7 +153,7 @@ def _parse(data: bytes) -> tuple[Any, Fault | None]:
 
 def _salvage(text: str) -> Any:
     """What can be had of broken JSON: the entries before the break, and the members around them."""
-    decoder = json.JSONDecoder(strict=False, parse_constant=lambda _: None)
+    text = without_halves(text)
     whitespace = re.compile(r"[\s,]*")
 
     def skip(at: int) -> int:
@@ -165,7 +165,7 @@ def _salvage(text: str) -> Any:
         try:
             while True:
                 at = skip(at)
-                value, at = decoder.raw_decode(text, at)
+                value, at = DECODER.raw_decode(text, at)
                 out.append(value)
         except (ValueError, RecursionError):
             return out
@@ -177,12 +177,12 @@ def _salvage(text: str) -> Any:
     at += 1
     try:
         while True:
-            key, at = decoder.raw_decode(text, skip(at))
+            key, at = DECODER.raw_decode(text, skip(at))
             at = text.index(":", at) + 1
             at = skip(at)
             if key == "entries" and text[at : at + 1] == "[":
                 root["entries"] = items(at + 1)
-            root[key], at = decoder.raw_decode(text, at)
+            root[key], at = DECODER.raw_decode(text, at)
     except (ValueError, RecursionError, TypeError):
         return root
 

@@ -145,6 +145,8 @@ def _ordinals(wide, narrow, name_op, ops, bits, state, found):  # type: ignore[n
         g = narrow[_GROUP, i]
         what = ops[name_op[narrow[_NAME, i]], 1]
         c = wide[_COUNTER, i]
+        if c < 0 or c > SATURATED:
+            c = NULL
         found[i, _ORDINAL] = NULL
         if state[g, _PREVIOUS] == NULL:
             state[g, _PREVIOUS] = c if broken else 0

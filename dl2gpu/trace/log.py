@@ -336,7 +336,7 @@ def _attempts(
     with_marks = bounds["file"].unique().to_list()
     by_time = (
         marks.filter(pl.col("t").is_not_null())
-        .group_by(later="number").agg(t=pl.col("t").min()).sort("t")
+        .group_by(later="number").agg(begun=pl.col("t").min()).sort("begun")
         .with_columns(pl.col("later").cum_max())
     )  # fmt: skip
 
@@ -351,7 +351,7 @@ def _attempts(
         untimed = seen.filter(pl.col("when").is_null())
         seen = pl.concat(
             [
-                timed.join_asof(by_time, left_on="when", right_on="t", strategy="backward"),
+                timed.join_asof(by_time, left_on="when", right_on="begun", strategy="backward"),
                 untimed.with_columns(later=pl.lit(None, pl.Int64)),
             ],
             how="diagonal_relaxed",
@@ -364,7 +364,7 @@ def _attempts(
                     "given", "attempt", pl.when(other).then("later"), pl.lit(0, pl.Int64)
                 )
             )
-            .drop("given", "later", "when")
+            .drop("given", "later", "when", "begun", strict=False)
             .sort("file", "line")
         )
 

@@ -62,12 +62,12 @@ def _number(text: pl.Expr) -> pl.Expr:
 
 def _ranks(text: pl.Expr) -> pl.Expr:
     """Ranks of "0, 3" or "0,3" or "0 3"."""
-    return text.str.extract_all(r"\d{1,6}").cast(pl.List(pl.Int32))
+    return text.str.extract_all(r"[0-9]{1,6}").cast(pl.List(pl.Int32))
 
 
 def _size(text: pl.Expr) -> pl.Expr:
     """Elements of a shape such as "2048, 1024"; of a scalar 1."""
-    dims = text.str.extract_all(r"\d{1,12}").cast(pl.List(pl.Int64))
+    dims = text.str.extract_all(r"[0-9]{1,12}").cast(pl.List(pl.Int64))
     return dims.list.eval(pl.element().product()).list.first()
 
 

@@ -212,7 +212,7 @@ def _exits(lines: pl.DataFrame) -> pl.DataFrame:
 
 def _launcher(lines: pl.DataFrame) -> pl.DataFrame:
     text = pl.col("text")
-    left = r"(\d{1,4})/(\d{1,4}) attempts left; will restart worker group"
+    left = r"([0-9]{1,4})/([0-9]{1,4}) attempts left; will restart worker group"
     count = r"^\s*restart_count=(\d{1,4})"
     plain = r"Restarting (?:worker group|workers|training)|will restart worker group"
     numbered = lines.filter(text.str.contains(left))
@@ -252,7 +252,7 @@ def _world(lines: pl.DataFrame) -> pl.DataFrame:
             .select(none().columns),
             facts(
                 listed, "members",
-                of=text.str.extract(ranks).str.extract_all(r"\d{1,6}").cast(pl.List(pl.Int32)),
+                of=text.str.extract(ranks).str.extract_all(r"[0-9]{1,6}").cast(pl.List(pl.Int32)),
             ),
         ]
     )  # fmt: skip

@@ -268,11 +268,11 @@ def _ranks(
         "agent",
         rank=pl.coalesce(_told(agents, world), pl.col("label").cast(pl.Int64)),
     )
-    if told["rank"].null_count() == 0 and told["rank"].is_unique().all():
+    if told.height and told["rank"].null_count() == 0 and told["rank"].is_unique().all():
         top = int(told["rank"].max()) + 1  # type: ignore[arg-type]
         return told, max(top, size or 0), "launcher"
     first = (
-        keyed.filter((pl.col("nranks") == size) & pl.col("member").is_not_null())
+        keyed.filter((pl.col("nranks") == pl.lit(size, pl.Int64)) & pl.col("member").is_not_null())
         # where members were counted, the places are of no communicator's making
         .filter(~pl.col("name").str.starts_with(COUNTED))
         .group_by("name")
@@ -303,7 +303,7 @@ def _ranks(
         .join(files, on="file", how="inner")
         .select("agent", rank="named")
     )
-    whole = named.height == agents.height and named["rank"].null_count() == 0
+    whole = 0 < named.height == agents.height and named["rank"].null_count() == 0
     if whole and named["rank"].is_unique().all():
         top = int(named["rank"].max()) + 1  # type: ignore[arg-type]
         return named, max(top, size or 0), "file"
@@ -345,7 +345,7 @@ def _communicators(keyed: pl.DataFrame, world: int | None) -> tuple[pl.DataFrame
     full = clean & (place.list.len() == pl.col("nranks"))
     # some members left no line: of the whole job's communicator they are known all the same
     job = (
-        clean & (pl.col("nranks") == world) & (pl.col("spread") == 1)
+        clean & (pl.col("nranks") == pl.lit(world, pl.Int64)) & (pl.col("spread") == 1)
         & (pl.col("rank").list.first() == place.list.first())
     ).fill_null(False)  # fmt: skip
     comms = comms.with_columns(

@@ -34,7 +34,9 @@ REPORTS: Final[dict[str, pl.DataType]] = {
 }
 """Rows of a report. Each report has one row "report", whatever else it has."""
 
-_GPU: Final = r"(?:GPUs? (\S+) )?managed by process (\d+) on node ([^\s,]+)"
+_N: Final = "[0-9]+"
+"""Not ``\\d``, which in Polars is also a digit of other scripts, and no integer."""
+_GPU: Final = r"(?:GPUs? (\S+) )?managed by process ([0-9]+) on node ([^\s,]+)"
 _MOST_REPORTS: Final = 100_000
 _MOST_LISTED: Final = 1 << 16
 
@@ -83,7 +85,7 @@ def _whole(frame: pl.DataFrame) -> pl.DataFrame:
 def _sections(lines: pl.DataFrame) -> pl.DataFrame:
     """Adds ``comm``, ``group`` and ``op`` of the section that a line stands in."""
     head = pl.col("text").str.extract_groups(
-        r"^\s*#(\d{1,9})-(\d{1,9}) \((?:0x)?([0-9a-f]{1,16})\)"
+        r"^\s*#([0-9]{1,9})-([0-9]{1,9}) \((?:0x)?([0-9a-f]{1,16})\)"
     )
     lines = lines.with_columns(head=head).unnest("head")
     begins = pl.col("text").str.contains(r"^(?:={3,}|\S.*:?$)") & pl.col("3").is_null()
@@ -114,11 +116,11 @@ def _heads(lines: pl.DataFrame) -> pl.DataFrame:
     totals = lines.select(
         "report",
         gpus=pl.col("text")
-        .str.extract(r"^\s*\d+\s+\d+(?:-\d+)?\s+\d+(?:-\d+)?\s+\d+\s+(\d{1,9})\s*$")
+        .str.extract(rf"^\s*{_N}\s+{_N}(?:-{_N})?\s+{_N}(?:-{_N})?\s+{_N}\s+([0-9]{{1,9}})\s*$")
         .cast(pl.Int64, strict=False),
     )
     stamp = pl.col("text").str.extract(
-        r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:\.\d{1,9})?)"
+        r"([0-9]{4}-[0-9][0-9]-[0-9][0-9][ T][0-9][0-9]:[0-9][0-9]:[0-9][0-9](?:\.[0-9]{1,9})?)"
     ).str.replace("T", " ")  # fmt: skip
     times = lines.select(
         "report",
@@ -139,7 +141,7 @@ def _sizes(lines: pl.DataFrame) -> pl.DataFrame:
     table = lines.select(
         "report",
         row=pl.col("text").str.extract_groups(
-            r"^\s*(\d{1,9})\s+\d+\s+\d+\s+[\d-]+\s+(\d{1,9})\s+\d+\s+[A-Z]"
+            r"^\s*([0-9]{1,9})\s+[0-9]+\s+[0-9]+\s+[0-9-]+\s+([0-9]{1,9})\s+[0-9]+\s+[A-Z]"
         ),
     ).unnest("row")
     table = (
@@ -162,8 +164,8 @@ def _counts(lines: pl.DataFrame) -> pl.DataFrame:
     inside = lines.filter(pl.col("comm").is_not_null())
     text = pl.col("text")
     up_to = text.str.extract_groups(
-        r"^\s*(\d{1,9}) ranks? (?:have|has) "
-        r"(?:launched up to operation (\d{1,18})|not launched any)"
+        r"^\s*([0-9]{1,9}) ranks? (?:have|has) "
+        r"(?:launched up to operation ([0-9]{1,18})|not launched any)"
     )
     groups = (
         inside.with_columns(up_to=up_to).unnest("up_to").filter(pl.col("1").is_not_null())
@@ -173,7 +175,8 @@ def _counts(lines: pl.DataFrame) -> pl.DataFrame:
         )
     )  # fmt: skip
     each = text.str.extract_groups(
-        r"^\s*Rank (\d{1,9})(?: has (?:launched up to operation (\d{1,18})|(not) launched any))?"
+        r"^\s*Rank ([0-9]{1,9})"
+        r"(?: has (?:launched up to operation ([0-9]{1,18})|(not) launched any))?"
         rf".*?-- {_GPU}"
     )
     listed = (
@@ -224,28 +227,28 @@ def _missing(lines: pl.DataFrame) -> pl.DataFrame:
     listed = (
         lines.filter(pl.col("comm").is_not_null())
         .with_columns(
-            rank=text.str.extract(r"(?i)missing ranks?:\s*([\d,\s-]+)").str.extract_all(
-                r"\d{1,9}(?:\s*-\s*\d{1,9})?"
+            rank=text.str.extract(r"(?i)missing ranks?:\s*([0-9,\s-]+)").str.extract_all(
+                r"[0-9]{1,9}(?:\s*-\s*[0-9]{1,9})?"
             )
         )
         .explode("rank", empty_as_null=False)
         .filter(pl.col("rank").is_not_null())
         .with_columns(
-            low=pl.col("rank").str.extract(r"^(\d+)").cast(pl.Int64),
-            high=pl.col("rank").str.extract(r"(\d+)$").cast(pl.Int64),
+            low=pl.col("rank").str.extract(r"^([0-9]+)").cast(pl.Int64),
+            high=pl.col("rank").str.extract(r"([0-9]+)$").cast(pl.Int64),
         )
         .with_columns(high=pl.min_horizontal("high", pl.col("low") + _MOST_LISTED))
         .with_columns(rank=pl.int_ranges("low", pl.col("high") + 1))
         .explode("rank", empty_as_null=False)
     )
     dead = text.str.contains(r"(?i)considered dead|PEER_DEAD|peer dead")
-    silent = text.str.contains(r"(?i)process \d+ (?:is|on node \S+ is) unresponsive")
+    silent = text.str.contains(r"(?i)process [0-9]+ (?:is|on node \S+ is) unresponsive")
     gone = (
         lines.filter(dead | silent)
         .with_columns(
             what=pl.when(dead).then(pl.lit("dead")).otherwise(pl.lit("missing")),
-            rank=text.str.extract(r"(?i)\brank (\d{1,9})\b").cast(pl.Int64, strict=False),
-            pid=text.str.extract(r"(?i)process (\d{1,18})").cast(pl.Int64, strict=False),
+            rank=text.str.extract(r"(?i)\brank ([0-9]{1,9})\b").cast(pl.Int64, strict=False),
+            pid=text.str.extract(r"(?i)process ([0-9]{1,18})").cast(pl.Int64, strict=False),
             host=text.str.extract(r"(?i)node ([^\s,]+)"),
         )
     )  # fmt: skip
@@ -260,7 +263,7 @@ def _missing(lines: pl.DataFrame) -> pl.DataFrame:
 def _errors(lines: pl.DataFrame) -> pl.DataFrame:
     """Sections on errors and on states that differ, as they are."""
     found = pl.col("text").str.contains(
-        r"(?i)^\s*#\d+-\d+ \(.*\) .*(?:ERROR|INCOMPLETE)|(?:have|has) status|error"
+        r"(?i)^\s*#[0-9]+-[0-9]+ \(.*\) .*(?:ERROR|INCOMPLETE)|(?:have|has) status|error"
     )
     inside = lines.filter(pl.col("comm").is_not_null() & found)
     return _whole(
