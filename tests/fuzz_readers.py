@@ -70,7 +70,7 @@ from dl2gpu.trace.readers import READERS, read_files
 from dl2gpu.trace.schema import SchemaError, Trace, validate
 from dl2gpu.trace.sniff import classify
 
-__all__ = ["TARGETS", "Fault", "Fuzzer", "check"]
+__all__ = ["LARGEST", "TARGETS", "Fault", "Fuzzer", "check"]
 
 SECONDS: Final = 5
 """Processor time that one small input may take."""
