@@ -15,10 +15,7 @@ import pytest
 
 TRACES: Final = Path(__file__).resolve().parents[1] / "datasets" / "live" / "traces"
 
-MISSED: Final[dict[str, str]] = {
-    "recv_any_source.one_send_less": "a wildcard receive whose possible senders all wait for its "
-    "own rank is a knot, which is not looked for where the ranks end alive",
-}
+MISSED: Final[dict[str, str]] = {}
 """Jobs that the analysis gets wrong, and why. They fail as soon as it does not any more."""
 
 LABELS: Final[dict[str, dict[str, Any]]] = {

@@ -187,7 +187,7 @@ def build_graph(p: Program, fix: Fixpoint) -> Graph:
 
     # --- wildcard receives: whoever could still send
     either = np.zeros(size, np.bool_)
-    _wildcards(p, fix, edges, either, place, stands, rank0)
+    _wildcards(p, fix, edges, either, owner, event, rank0)
     any_wait = k["wait_kind"][stands] > 0
     mode = m.events["mode"].fill_null(0).to_numpy()[stands[any_wait]]
     either[place[any_wait][mode != MODE["all"]]] = True
@@ -424,16 +424,20 @@ def _silent_hosts(p: Program, fate: Array) -> Array:
 
 def _wildcards(
     p: Program, fix: Fixpoint, edges: list[tuple[Array, Array]], either: Array,
-    place: Array, stands: Array, rank0: int,
+    place: Array, event: Array, rank0: int,
 ) -> None:  # fmt: skip
-    """Edges of receives matched from a mailbox: to any rank that could still send to them."""
+    """Edges of receives matched from a mailbox: to any rank that could still send to them.
+
+    ``place`` stands in ``event``, or in a wait for it. A place that waits for several operations,
+    of which one can be had from any rank, counts as waiting for any: that claims less.
+    """
     m = p.matching
     box = m.events["box"].to_numpy()
-    at_box = (box[stands] >= 0) & fix.started[stands] & ~fix.completed[stands]
+    at_box = (box[event] >= 0) & fix.started[event] & ~fix.completed[event]
     if not at_box.any():
         return
     prepared = m.prepared
-    who = pl.DataFrame({"place": place[at_box], "i": stands[at_box].astype(np.uint32)}).join(
+    who = pl.DataFrame({"place": place[at_box], "i": event[at_box].astype(np.uint32)}).join(
         m.events.select("i", "job", "rank", "comm", "peer"), on="i"
     )
     peers = (

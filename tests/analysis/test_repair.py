@@ -39,7 +39,7 @@ PROGRAMS = {
 
 
 def finding(f: dict[str, Any]) -> Finding:
-    return Finding(**{k: f[k] for k in Finding.__dataclass_fields__})
+    return Finding(**{k: f[k] for k in Finding.__dataclass_fields__ if k in f})
 
 
 def told(trace: Trace) -> list[str]:
