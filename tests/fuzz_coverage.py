@@ -17,7 +17,7 @@ from typing import Any
 
 def main() -> None:
     """Ends the process with a fault, or after so many runs."""
-    import atheris  # type: ignore[import-not-found]
+    import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     name, *options = sys.argv[1:]
     with atheris.instrument_imports(include=["dl2gpu.trace"], enable_loader_override=False):

@@ -70,10 +70,12 @@ from dl2gpu.trace.readers import READERS, read_files
 from dl2gpu.trace.schema import SchemaError, Trace, validate
 from dl2gpu.trace.sniff import classify
 
-__all__ = ["TARGETS", "Fault", "Fuzzer", "check"]
+__all__ = ["LARGEST", "TARGETS", "Fault", "Fuzzer", "check"]
 
-SECONDS: Final = 5
+SECONDS = 5.0
 """Processor time that one small input may take."""
+MORE_SECONDS = 0.2
+"""Processor time for each further one of a batch."""
 ANALYSED: Final = 20
 """One batch in so many goes through the analysis, too."""
 JUMP: Final = 256 << 20
@@ -501,7 +503,7 @@ class Fuzzer:
         deep = self.batches % ANALYSED == 1
         before = _peak()
         begun = time.process_time()
-        wrong, inputs = self.tried(group, contents, deep, SECONDS + 0.2 * len(contents))
+        wrong, inputs = self.tried(group, contents, deep, SECONDS + MORE_SECONDS * len(contents))
         self.slowest = max(self.slowest, time.process_time() - begun)
         self.runs += len(contents)
         if wrong is None and self.batches > 5 and _peak() - before > JUMP:
@@ -574,7 +576,8 @@ def fuzz(fuzzer: Fuzzer, runs: int, seconds: float, out: Path, most: int) -> Non
     kinds: dict[str, int] = {}
     while fuzzer.runs < runs and time.monotonic() - begun < seconds and len(kinds) < most:
         known = len(fuzzer.faults)
-        faulthandler.dump_traceback_later(900, exit=True)  # for what never gets back to Python
+        # what never gets back to Python is found by this one
+        faulthandler.dump_traceback_later(900, exit=True, file=sys.__stderr__)
         fuzzer.step(state)
         faulthandler.cancel_dump_traceback_later()
         for wrong, group, contents in fuzzer.faults[known:]:
