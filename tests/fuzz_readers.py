@@ -65,7 +65,7 @@ from fuzz_seeds import (
 from dl2gpu.trace import containers
 from dl2gpu.trace.discover import discover
 from dl2gpu.trace.files import Limits, unwrap
-from dl2gpu.trace.inputs import Input, InputError, TraceFile
+from dl2gpu.trace.inputs import LONGEST_REASON, Input, InputError, TraceFile
 from dl2gpu.trace.readers import READERS, read_files
 from dl2gpu.trace.schema import SchemaError, Trace, validate
 from dl2gpu.trace.sniff import classify
@@ -435,7 +435,7 @@ def check(target: Target, group: int, contents: Files, deep: bool = False) -> li
                 raise Fault(f"status {found.status!r}")
             if found.status != "read" and not found.reason:
                 raise Fault(f"{found.status} without a reason")
-            if len(found.reason or "") > 4000:
+            if len(found.reason or "") > LONGEST_REASON:
                 raise Fault(f"a reason of {len(found.reason or '')} characters")
         if trace is not None:
             validate(trace)
