@@ -14,6 +14,7 @@ files that are needed for it. docs/reliability.md says what was run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import hashlib
 import importlib
@@ -65,15 +66,17 @@ from fuzz_seeds import (
 from dl2gpu.trace import containers
 from dl2gpu.trace.discover import discover
 from dl2gpu.trace.files import Limits, unwrap
-from dl2gpu.trace.inputs import Input, InputError, TraceFile
+from dl2gpu.trace.inputs import LONGEST_REASON, Input, InputError, TraceFile
 from dl2gpu.trace.readers import READERS, read_files
 from dl2gpu.trace.schema import SchemaError, Trace, validate
 from dl2gpu.trace.sniff import classify
 
 __all__ = ["LARGEST", "TARGETS", "Fault", "Fuzzer", "check"]
 
-SECONDS: Final = 5
+SECONDS = 5.0
 """Processor time that one small input may take."""
+MORE_SECONDS = 0.2
+"""Processor time for each further one of a batch."""
 ANALYSED: Final = 20
 """One batch in so many goes through the analysis, too."""
 JUMP: Final = 256 << 20
@@ -166,7 +169,11 @@ def _otf2(group: int, contents: Files) -> Outcome:
         files = []
         for k, data in enumerate(contents):
             folder = Path(top) / f"{k}"
-            with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            folder.mkdir()
+            with (
+                contextlib.suppress(tarfile.TarError),  # the input was cut
+                tarfile.open(fileobj=io.BytesIO(data)) as archive,
+            ):
                 archive.extractall(folder, filter="data")
             url = str(folder / "traces.otf2")
             files.append(TraceFile(f"job{k}/traces.otf2", url, "otf2", f"job{k}", len(data)))
@@ -433,7 +440,7 @@ def check(target: Target, group: int, contents: Files, deep: bool = False) -> li
                 raise Fault(f"status {found.status!r}")
             if found.status != "read" and not found.reason:
                 raise Fault(f"{found.status} without a reason")
-            if len(found.reason or "") > 4000:
+            if len(found.reason or "") > LONGEST_REASON:
                 raise Fault(f"a reason of {len(found.reason or '')} characters")
         if trace is not None:
             validate(trace)
@@ -501,7 +508,7 @@ class Fuzzer:
         deep = self.batches % ANALYSED == 1
         before = _peak()
         begun = time.process_time()
-        wrong, inputs = self.tried(group, contents, deep, SECONDS + 0.2 * len(contents))
+        wrong, inputs = self.tried(group, contents, deep, SECONDS + MORE_SECONDS * len(contents))
         self.slowest = max(self.slowest, time.process_time() - begun)
         self.runs += len(contents)
         if wrong is None and self.batches > 5 and _peak() - before > JUMP:
@@ -574,7 +581,8 @@ def fuzz(fuzzer: Fuzzer, runs: int, seconds: float, out: Path, most: int) -> Non
     kinds: dict[str, int] = {}
     while fuzzer.runs < runs and time.monotonic() - begun < seconds and len(kinds) < most:
         known = len(fuzzer.faults)
-        faulthandler.dump_traceback_later(900, exit=True)  # for what never gets back to Python
+        # what never gets back to Python is found by this one
+        faulthandler.dump_traceback_later(900, exit=True, file=sys.__stderr__)
         fuzzer.step(state)
         faulthandler.cancel_dump_traceback_later()
         for wrong, group, contents in fuzzer.faults[known:]:

@@ -12,7 +12,17 @@ from typing import Final, Literal
 
 import polars as pl
 
-__all__ = ["INPUTS", "Input", "InputError", "Part", "Stamp", "Status", "TraceFile", "joined"]
+__all__ = [
+    "INPUTS",
+    "LONGEST_REASON",
+    "Input",
+    "InputError",
+    "Part",
+    "Stamp",
+    "Status",
+    "TraceFile",
+    "joined",
+]
 
 Status = Literal["read", "partial", "quarantined", "ignored"]
 
@@ -26,6 +36,10 @@ INPUTS: Final[dict[str, pl.DataType]] = {
     "events": pl.Int64(),
 }
 """Columns of the inputs table of a report."""
+
+
+LONGEST_REASON: Final = 2000
+"""Characters of a reason; of a longer one the middle is left out."""
 
 
 class InputError(ValueError):
@@ -92,6 +106,13 @@ class Input:
     job: str | None = None
     rank: int | None = None
     events: int = 0
+
+    def __post_init__(self) -> None:
+        # messages quote what was found, and a file may hold a name of megabytes
+        if self.reason is not None and len(self.reason) > LONGEST_REASON:
+            half = LONGEST_REASON // 2 - 3
+            short = f"{self.reason[:half]} ... {self.reason[-half:]}"
+            object.__setattr__(self, "reason", short)
 
 
 def joined(inputs: Iterable[Input]) -> list[Input]:

@@ -715,3 +715,16 @@ def test_no_files() -> None:
     assert inputs == []
     assert trace.events.is_empty()
     assert isinstance(trace.events, pl.DataFrame)
+
+
+@pytest.mark.parametrize("write", [dumps, json_form])
+@pytest.mark.parametrize("counter", [(1 << 62) + 1, (1 << 63) - 1, -5, -(1 << 63) + 1])
+@pytest.mark.parametrize("version", [(1, 5), (2, 4), (2, 9)])
+def test_counters_out_of_range_number_nothing(
+    write: Any, counter: int, version: tuple[int, int]
+) -> None:
+    entries = [entry(0, cseq=1, version=version), entry(1, cseq=counter, version=version)]
+    trace, inputs = run({"rank_0": write(document(entries, version=version, groups=WORLD))})
+    assert inputs["rank_0"].events == 2
+    far = trace.events.filter(pl.col("ordinal") > 2)
+    assert far.is_empty()

@@ -302,3 +302,36 @@ def test_markup_and_controls_stay_text(tmp_path: Path) -> None:
     trace = read_text(text, tmp_path)
     said = trace.said.filter(pl.col("what") == "timeout")["text"][0]
     assert re.search(r"[\x00-\x08\x1b]", said) is None
+
+
+def test_restarts_in_one_file_and_calls_in_another(tmp_path: Path) -> None:
+    """The launcher says when workers were started again; a worker's file has NCCL's lines, torn."""
+    call = (
+        "gpu-a11:10037:10037 [3] NCCL INFO AllReduce: opCount 1 sendbuff 0x7f0e288b4a00 recvbuff "
+        "0x7f0e28|b4a00 count 1 datatype 7 op 0 root 0 comm 0x55a979e47a50 [nranks=8] "
+        "stream 0x5600355b1bd0\n"
+    )
+    texts = {
+        "launcher.log": "[2025-03-01 10:00:00,000] torchrun: [INFO]\n  restart_count=1\n",
+        "rank_3.log": f"[2025-03-01 10:00:01,000] [rank3]: x\n{call}{call.replace('|', '')}",
+    }
+    files = []
+    for name, content in texts.items():
+        (tmp_path / name).write_text(content)
+        files.append(TraceFile(name, str(tmp_path / name), "log", "job"))
+    trace, inputs = read(files)
+    validate(trace)
+    assert [i.path for i in inputs] == ["launcher.log", "rank_3.log"]
+    assert all(i.status in {"read", "partial"} for i in inputs)
+
+
+@pytest.mark.parametrize("digit", ["\u0661", "\uff11"])
+def test_digits_of_other_scripts_are_no_ranks(tmp_path: Path, digit: str) -> None:
+    for line in (
+        f"[{digit}, 2] joined but didn't finish collective",
+        f"[missing ranks: 0, {digit}]",
+        f"[0, {digit}] finished collective #{digit}, but didn't join",
+        f"{digit}/3 attempts left; will restart worker group",
+        f"[rank{digit}]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum={digit})",
+    ):
+        read_text(line + "\n", tmp_path)  # validates

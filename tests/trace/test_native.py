@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from dl2gpu.trace import native
 from dl2gpu.trace.convert import canonical
 from dl2gpu.trace.discover import discover
-from dl2gpu.trace.inputs import Input, InputError, TraceFile
+from dl2gpu.trace.inputs import LONGEST_REASON, Input, InputError, TraceFile
 from dl2gpu.trace.native_lines import clean, op_spelling
 from dl2gpu.trace.schema import (
     ANY,
@@ -835,3 +835,13 @@ def test_compressed(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     assert trace.ranks["truncated"].to_list() == [True]
     assert trace.events["seq"].to_list() == list(range(trace.events.height))
     assert 2000 < trace.events.height < 9000
+
+
+@pytest.mark.parametrize("odd", ["\\" * 10_000, "\x1b" * 3000, "x" * (1 << 20)])
+def test_a_reason_does_not_repeat_a_name_of_any_length(odd: str) -> None:
+    line = json.dumps({"kind": f"header{odd}", "format": "dl2gpu.trace", "version": 1})
+    _, inputs = read(f"{line}\n".encode())
+    assert inputs[0].status == "quarantined"
+    assert inputs[0].reason is not None
+    assert len(inputs[0].reason) <= LONGEST_REASON
+    assert inputs[0].reason.startswith("line 1: expected a header line")

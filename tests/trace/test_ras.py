@@ -331,3 +331,14 @@ def test_ranks_that_do_not_answer(tmp_path: Path, dead: bool) -> None:
 def test_errors_of_the_library_are_shown(tmp_path: Path) -> None:
     kind, stuck, _ = verdict(tmp_path, report([{"AllReduce": 8}] * 4, error=6))
     assert (kind, stuck) == ("insufficient_evidence", None)
+
+
+@pytest.mark.parametrize("digit", ["\u0661", "\u0967", "\uff11"])
+def test_digits_of_other_scripts_are_no_numbers(digit: str) -> None:
+    whole = text(11, 12, (4, 5))
+    for old in ("5004", "Rank 4", "operation 12", "30 ranks", "   32   RUNNING", "GPU 4"):
+        assert old in whole
+        new = old.translate({ord(c): digit for c in "0123456789"})
+        trace, inputs = read(whole.replace(old, new))
+        assert inputs[0].status in {"read", "partial"}, old
+        assert not trace.said.is_empty()
