@@ -100,6 +100,9 @@ class Operator:
     reduces_inside: str = ""
     """Axes over which the operator itself reduces across devices: its result is whole. The
     reductions are of two numbers forward for each element without that axis."""
+    scaled: tuple[tuple[int, str, int | str], ...] = ()
+    """(operand, or -1 for the result; axis; factor, or the axis of which the size is the factor):
+    where the tensor is longer along an axis than the operator's own count of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +166,7 @@ OPERATORS: Final = _catalogue(
     # softmax runs over the keys k, and dot products over d
     Operator("attention", ("bqhd", "bkhd", "bkhd"), "bqhd", "bqh"),
     # the same with queries, keys and values in one tensor, heads first: splits by whole heads
-    Operator("packed_attention", ("bth",), "bth", "bh"),
+    Operator("packed_attention", ("bth",), "bth", "bh", scaled=((0, "h", 3),)),
     Operator("layer_norm", ("bte", "e"), "bte", "bt", weights=(1,)),
     # a lookup is a product with one-hot rows: each device looks up what it has of the vocabulary
     Operator("embedding", ("bt", "ve"), "bte", "btve", weights=(1,), no_gradient=(0,)),
@@ -175,9 +178,11 @@ OPERATORS: Final = _catalogue(
     Operator("cross_entropy", ("btv", "bt"), "", "btv", no_gradient=(1,), reduces_inside="v"),
     Operator("transpose", ("bte",), "bet", "bte", linear=(0,)),
     # c s to f, c leading: a split of c is a split of f; t is one position
-    Operator("flatten", ("bcs",), "btc", "bc", linear=(0,)),
+    Operator("flatten", ("bcs",), "btc", "bc", linear=(0,), scaled=((-1, "c", "s"),)),
     # b h w c to (b windows) (positions) c: a split of b stays one of the first axis; a cyclic
     # shift moves rows across any split of the picture
     Operator("window_partition", ("btc",), "btc", "bc", linear=(0,)),
+    # four neighbours become one position: their channels are no longer contiguous
+    Operator("patch_merging", ("btc",), "bue", "b", linear=(0,)),
 )  # fmt: skip
 """The operators that the models are made of."""
