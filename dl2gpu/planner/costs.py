@@ -261,14 +261,12 @@ class Tables:
         """Bytes of a device for the result of ``node`` to the next stage and its gradient back."""
         c, shape, grid = self.nodes[node], self.model.nodes[node].shape(-1), self.setting.grid
         width = self.model.precision.width
-        return np.array(
-            [
-                (local_size(c.state(k, -1), shape, grid) + local_size(c.gradient(k, -1), shape, grid))
-                * width
-                for k in range(len(c.signatures))
-            ],
-            np.int64,
-        )  # fmt: skip
+
+        def one(k: int) -> int:
+            both = c.state(k, -1), c.gradient(k, -1)
+            return sum(local_size(s, shape, grid) for s in both) * width
+
+        return np.array([one(k) for k in range(len(c.signatures))], np.int64)
 
 
 def tables(model: Model, setting: Setting) -> Tables | None:

@@ -357,8 +357,8 @@ def _layer(build: _Builder, kind: str, layer: dict[str, Any], where: str) -> Non
             build.add("loss", "cross_entropy", {"t": build.tokens, "v": build.width})
         case _:
             raise ModelError(
-                f"{where}: op: expected picture, tokens, embedding, transformer, swin, merge, linear, "
-                f"norm, convolution, pool, flatten or head, found {kind!r}"
+                f"{where}: op: expected picture, tokens, embedding, transformer, swin, merge, "
+                f"linear, norm, convolution, pool, flatten or head, found {kind!r}"
             )
     if max(build.width, build.tokens, build.side**2) > _MOST:
         raise ModelError(f"{where}: expected axes of at most 2^40 elements")

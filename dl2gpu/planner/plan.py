@@ -7,6 +7,7 @@ is found is as good as any layout can be as far as descent within a layout is.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -19,7 +20,7 @@ from dl2gpu.planner.costs import Setting, tables
 from dl2gpu.planner.links import Cluster, grid_links
 from dl2gpu.planner.model import Model, ModelError
 from dl2gpu.planner.problem import FLOW, Problem, memory, stages_of
-from dl2gpu.planner.search import descend, lower_bound
+from dl2gpu.planner.search import descend, dual, lower_bound
 
 __all__ = ["Layout", "Plan", "layouts", "problem_of", "search"]
 
@@ -121,7 +122,8 @@ def layouts(model: Model, cluster: Cluster) -> Iterator[Layout]:
             continue
         plane = cluster.devices // stages
         grids = [tuple(n for n in (plane // d, d) if n > 1) for d in _divisors(plane)]
-        many = [1, 4] if stages == 1 else [stages, 2 * stages, 4 * stages, 8 * stages]
+        # of one stage: more only where memory asks for it
+        many = [1] if stages == 1 else [stages, 2 * stages, 4 * stages, 8 * stages]
         for grid in sorted(set(grids)):
             for m in many:
                 if model.batch % m:
@@ -132,7 +134,13 @@ def layouts(model: Model, cluster: Cluster) -> Iterator[Layout]:
 
 
 _VARIANTS: Final = ((0, False), (1, False), (1, True), (3, False), (3, True))
-"""(ZeRO, recomputation) in the order in which they cost more time and less memory."""
+"""(ZeRO, recomputation) about in the order in which they cost more time and less memory."""
+_UNCERTAIN: Final = ((3, False),)
+"""May be faster than the one before."""
+_LARGE: Final = 100
+"""Operators of a model for which fewer starts are tried."""
+_MOST_PARTS: Final = 64
+"""Microbatches of one stage."""
 
 
 def search(model: Model, cluster: Cluster, *, seed: int = 0, restarts: int = 1) -> Plan:
@@ -141,40 +149,40 @@ def search(model: Model, cluster: Cluster, *, seed: int = 0, restarts: int = 1) 
     Raises:
         ModelError: no layout of the model fits the devices' memory; says what the least is.
     """
-    ranked: list[tuple[float, int, Layout, list[Array]]] = []
-    for number, layout in enumerate(layouts(model, cluster)):
-        p = problem_of(model, cluster, layout)
-        if p is None:
-            continue
-        found = [
-            lower_bound(p, share) for share in ((0.0, 1.0) if prod(layout.grid) > 1 else (0.0,))
-        ]
-        ranked.append((max(f[0] for f in found), number, layout, [f[1] for f in found]))
-    ranked.sort(key=lambda r: r[:2])
+    # every layout by a bound that costs nothing; a better one is looked for when its turn comes
+    heap: list[tuple[float, int, Layout, list[Array] | None]] = [
+        (_at_least(model, cluster, layout), number, layout, None)
+        for number, layout in enumerate(layouts(model, cluster))
+    ]
+    heapq.heapify(heap)
     best: Plan | None = None
-    priced, tried, smallest = 0, 0, np.inf
-    for bound, _, layout, starts in ranked:
-        if best is not None and bound >= best.seconds:
+    bound, priced, tried, smallest = np.inf, 0, 0, np.inf
+    while heap:
+        least, number, layout, starts = heapq.heappop(heap)
+        if best is not None and least >= best.seconds:
+            bound = min(bound, least)
             break
+        if starts is None:
+            p = problem_of(model, cluster, layout)
+            if p is not None:
+                shares = (0.0, 1.0) if prod(layout.grid) > 1 else (0.0,)
+                found = [lower_bound(p, share) for share in shares]
+                least = max(least, *(f[0] for f in found))
+                heapq.heappush(heap, (least, number, layout, [f[1] for f in found]))
+            continue
         tried += 1
-        for zero, recompute in _VARIANTS:
-            variant = replace(layout, zero=zero, recompute=recompute)
-            p = problem_of(model, cluster, variant)
-            if p is None:
-                break
-            # the cheapest of the starts, all split alike, and at random
-            extra = [_uniform(p, axis) for axis in "bo"]
-            quick = sorted([*starts, *extra], key=p.seconds)[:2]
-            got = descend(p, quick, restarts, seed)
-            priced += got.priced
-            plan = Plan(variant, p, got.chosen, got.seconds, ranked[0][0])
+        bound = min(bound, least)
+        plans, more = _variants(model, cluster, layout, starts, least, best, seed, restarts)
+        priced += more
+        for plan in plans:
             smallest = min(smallest, float(plan.memory.max()))
-            if plan.fits:
-                if best is None or plan.seconds < best.seconds:
-                    best = plan
-                break
-            if best is not None and _without_memory(p, got.chosen) >= best.seconds:
-                break
+            if plan.fits and (best is None or plan.seconds < best.seconds):
+                best = plan
+        m = 2 * layout.microbatches
+        if layout.stages == 1 and not plans[0].fits and model.batch % m == 0 and m <= _MOST_PARTS:
+            smaller = replace(layout, microbatches=m)
+            number += len(heap) + 10_000
+            heapq.heappush(heap, (_at_least(model, cluster, smaller), number, smaller, None))
     if best is None:
         need = (
             "" if not np.isfinite(smallest) else f"; the least found is {smallest / 2**30:.1f} GiB"
@@ -183,7 +191,46 @@ def search(model: Model, cluster: Cluster, *, seed: int = 0, restarts: int = 1) 
             f"{model.name} on {cluster.devices} devices: expected a scheme that fits "
             f"{cluster.memory / 2**30:.1f} GiB a device, found none{need}"
         )
-    return replace(best, priced=priced, layouts=tried)
+    return replace(best, bound=min(bound, best.seconds), priced=priced, layouts=tried)
+
+
+def _at_least(model: Model, cluster: Cluster, layout: Layout) -> float:
+    """Seconds that the computation alone takes, evenly dealt out, with the pipeline's bubble."""
+    m, v, s = layout.microbatches, layout.pieces, layout.stages
+    flops = 3 * sum(n.flops for n in model.nodes) / m / prod(layout.grid)
+    return ((m - 1 / v) / s + 1 / v) * flops / (cluster.flops * cluster.efficiency)
+
+
+def _variants(
+    model: Model, cluster: Cluster, layout: Layout, starts: list[Array], least: float,
+    best: Plan | None, seed: int, restarts: int,
+) -> tuple[list[Plan], int]:  # fmt: skip
+    """The layout as it is, and with what saves memory, as far as that may be of use."""
+    plans: list[Plan] = []
+    priced = 0
+    for zero, recompute in _VARIANTS:
+        fits = any(plan.fits for plan in plans)
+        if fits and (zero, recompute) not in _UNCERTAIN:
+            break
+        variant = replace(layout, zero=zero, recompute=recompute)
+        p = problem_of(model, cluster, variant)
+        if p is None:
+            break
+        # the choices of bounds, and two that split all operators alike: the cheapest, then others
+        large = len(model.nodes) > _LARGE
+        _, met = dual(p, 2 if large else 8)
+        extra = [_uniform(p, axis) for axis in "bo"]
+        quick = _different(sorted([*starts, *met, *extra], key=p.seconds))
+        got = descend(p, quick[: 1 if large else 3], 0 if large else restarts, seed, enough=least)
+        priced += got.priced
+        plans.append(Plan(variant, p, got.chosen, got.seconds, least))
+        if best is not None and _without_memory(p, got.chosen) >= best.seconds:
+            break
+    return plans, priced
+
+
+def _different(choices: list[Array]) -> list[Array]:
+    return list({c.tobytes(): c for c in choices}.values())
 
 
 def _without_memory(p: Problem, chosen: Array) -> float:

@@ -43,8 +43,8 @@ def in_flight(stages: int, microbatches: int, pieces: int, schedule: str) -> Arr
         return np.full(stages, float(microbatches))
     if pieces > 1:
         warm = 2 * after + (pieces - 1) * stages + 1
-        return np.minimum(warm, microbatches * pieces) / pieces
-    return np.minimum(after + 1.0, microbatches)
+        return np.asarray(np.minimum(warm, microbatches * pieces) / pieces)
+    return np.asarray(np.minimum(after + 1.0, microbatches))
 
 
 def stages_of(work: Array, cuts: list[int], pieces: int) -> Array | None:

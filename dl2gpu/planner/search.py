@@ -1,8 +1,8 @@
 """Search on one grid: coordinate descent, and the exact optimum of what is a plain sum.
 
 Descent starts from several choices and changes one operator, two adjacent ones, or all of a kind
-together, always to the best; the sums of the stages are kept up to date, so a move is priced for all
-choices at once by one look at the tables.
+together, always to the best; the sums of the stages are kept up to date, so a move is priced for
+all choices at once by one look at the tables.
 
 Without memory limit, overlap and stages the time is a sum over operators and tensors, and the exact
 optimum comes from eliminating one operator after the other (dynamic programming: on a chain the
@@ -24,9 +24,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dl2gpu.planner.problem import BACK, FLOW, SYNC, Problem, total
+from dl2gpu.planner.problem import BACK, ENTRY, FLOW, KEPT, STATIC, SYNC, Problem, memory, total
 
-__all__ = ["Found", "descend", "exhaustive", "lower_bound", "optimum"]
+__all__ = ["Found", "descend", "dual", "exhaustive", "lower_bound", "optimum"]
 
 Array = npt.NDArray[Any]
 
@@ -94,16 +94,58 @@ def optimum(nodes: Sequence[Array], edges: Iterable[tuple[int, int, Array]]) -> 
     return least, chosen
 
 
+def _relaxed(p: Problem, flow: Array, sync: Array, hold: Array) -> tuple[float, Array]:
+    """The least weighted sum of each stage's seconds, late gradients and bytes; and its choice."""
+    weight = np.zeros((6, p.stages))
+    weight[FLOW], weight[SYNC], weight[BACK], weight[STATIC] = flow, sync, -sync * p.hides, hold
+    if p.tables.setting.recompute:
+        weight[ENTRY], weight[KEPT] = hold * p.flight, hold / p.blocks
+    else:
+        weight[KEPT] = hold * p.flight
+    nodes = [weight[:, s] @ n for s, n in zip(p.stage, p.node, strict=True)]
+    return optimum(nodes, [(u, v, flow[p.stage[v]] * m) for u, v, m in p.edge])
+
+
 def lower_bound(p: Problem, share: float = 0.0) -> tuple[float, Array]:
     """No choice takes less than this; and the choice that the bound comes from.
 
     ``share``: weight of exposed gradient communication, 0 to 1; every one gives a bound, as
     max x_s >= (sum x_s) / S and max(0, x) >= share x.
     """
-    m, v, s = p.microbatches, p.pieces, p.stages
-    work = (m - 1 / v) / s + 1 / v
-    nodes = [work * n[FLOW] + share / s * (n[SYNC] - p.hides * n[BACK]) for n in p.node]
-    return optimum(nodes, [(u, w, work * c) for u, w, c in p.edge])
+    work = (p.microbatches - 1 / p.pieces) / p.stages + 1 / p.pieces
+    even = np.ones(p.stages)
+    return _relaxed(p, work * even, share / p.stages * even, 0 * even)
+
+
+def dual(p: Problem, rounds: int = 8) -> tuple[float, list[Array]]:
+    """Weights of stages and of memory that make the bound better, by subgradient steps.
+
+    The time of a step is the largest of many sums, one for each stage that could be the slowest and
+    each that could be the latest; a mean of them with any weights is a bound, and so is one that
+    pays for memory and is paid back the capacity. The weights move towards what is the largest at
+    the choice found.
+
+    Returns:
+        The best bound, for choices that fit the memory; and the choices met: where to start.
+    """
+    m, v = p.microbatches, p.pieces
+    slow = np.full(p.stages, 1 / p.stages)
+    late, hold = np.zeros(p.stages), np.zeros(p.stages)
+    best, met = 0.0, []
+    for k in range(rounds):
+        cost, chosen = _relaxed(p, (m - 1 / v) * slow + 1 / v, late, hold)
+        best = max(best, cost - p.capacity * float(hold.sum()))
+        met.append(chosen)
+        sums = p.sums(chosen)
+        step = 1 / (k + 2)
+        slow *= 1 - step
+        slow[int(sums[FLOW].argmax())] += step
+        exposed = sums[SYNC] - p.hides * sums[BACK]
+        late *= 1 - step
+        late[int(exposed.argmax())] += step * (exposed.max() > 0)
+        over = memory(sums, p) / p.capacity - 1
+        hold = np.maximum(hold + step * cost / p.capacity * over, 0)
+    return best, met
 
 
 def exhaustive(p: Problem) -> Found:
@@ -179,11 +221,15 @@ class _Walk:
     def _take(self, nodes: list[int], sums: Array) -> bool:
         t = total(sums, self.p)
         self.priced += t.size
-        at = np.unravel_index(int(t.argmin()), t.shape)
-        if not t[at] < self.seconds * _BETTER:
+        flat = int(t.argmin())
+        at = np.unravel_index(flat, t.shape)
+        if not t.flat[flat] < self.seconds * _BETTER:
             return False
         self.chosen[nodes] = at
-        self.sums, self.seconds = sums[(slice(None), slice(None), *at)].copy(), float(t[at])
+        self.sums, self.seconds = (
+            sums.reshape(6, self.p.stages, -1)[..., flat].copy(),
+            float(t.flat[flat]),
+        )
         return True
 
     def together(self, nodes: Array, choice: int) -> bool:
@@ -200,11 +246,17 @@ class _Walk:
 
 
 def descend(
-    p: Problem, starts: Sequence[Array] = (), restarts: int = 2, seed: int = 0, sweeps: int = 20
+    p: Problem,
+    starts: Sequence[Array] = (),
+    restarts: int = 2,
+    seed: int = 0,
+    sweeps: int = 20,
+    enough: float = 0.0,
 ) -> Found:
     """Coordinate descent from each of ``starts`` and from random choices.
 
-    A descent ends where no move of any kind is better, or after so many sweeps.
+    A descent ends where no move of any kind is better, or after so many sweeps; the search where
+    ``enough`` seconds, a lower bound, are reached.
     """
     rng = np.random.default_rng(seed)
     widths = np.array([n.shape[1] for n in p.node])
@@ -212,10 +264,12 @@ def descend(
     kinds: dict[int, list[int]] = {}
     for i, c in enumerate(p.tables.nodes):
         kinds.setdefault(id(c), []).append(i)
-    alike = [np.array(k) for k in kinds.values() if 1 < len(k)]
+    alike = [np.array(k) for k in kinds.values() if len(k) > 1]
     best: Found | None = None
     priced = 0
     for start in begins:
+        if best is not None and best.seconds <= enough * (1 + 1e-6):
+            break
         walk = _Walk(p, start)
         if not np.isfinite(walk.seconds):
             walk = _Walk(p, lower_bound(p)[1])
@@ -228,8 +282,8 @@ def descend(
                     moved |= walk.two(k)
             if not moved and len(alike) * len(p.node) < 20_000:
                 for nodes in alike:
-                    for c in range(int(widths[nodes[0]])):
-                        moved |= walk.together(nodes, c)
+                    for choice in range(int(widths[nodes[0]])):
+                        moved |= walk.together(nodes, choice)
             if not moved:
                 break
         priced += walk.priced
