@@ -271,14 +271,23 @@ class Tables:
 
 def tables(model: Model, setting: Setting) -> Tables | None:
     """Tables of ``model``, whose batch is that of a microbatch. None: an operator cannot be."""
-    nodes = tuple(choices_of(n, setting, model.precision) for n in model.nodes)
-    edges = tuple(
-        edge_costs(
-            (model.nodes[e.source], nodes[e.source]), (model.nodes[e.target], nodes[e.target]),
-            e.operand, setting, model.precision,
-        )
-        for e in model.edges
-    )  # fmt: skip
-    if any(not np.isfinite(e.flow).any() for e in edges):
+    # blocks repeat: each kind of operator, and of tensor between two kinds, is looked at once
+    kinds: dict[tuple[object, ...], Choices] = {}
+    nodes = []
+    for n in model.nodes:
+        key = n.operator.name, n.sizes, n.units, n.flops
+        if key not in kinds:
+            kinds[key] = choices_of(n, setting, model.precision)
+        nodes.append(kinds[key])
+    pairs: dict[tuple[int, int, int], EdgeCosts] = {}
+    edges = []
+    for e in model.edges:
+        pair = id(nodes[e.source]), id(nodes[e.target]), e.operand
+        if pair not in pairs:
+            source = model.nodes[e.source], nodes[e.source]
+            target = model.nodes[e.target], nodes[e.target]
+            pairs[pair] = edge_costs(source, target, e.operand, setting, model.precision)
+        edges.append(pairs[pair])
+    if any(not np.isfinite(e.flow).any() for e in pairs.values()):
         return None
-    return Tables(model, setting, nodes, edges)
+    return Tables(model, setting, tuple(nodes), tuple(edges))

@@ -99,6 +99,8 @@ class Model:
     precision: Precision
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
+    description: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What it was made of, with its own batch."""
 
     @property
     def parameters(self) -> int:
@@ -301,7 +303,7 @@ def parse(raw: dict[str, Any], source: str = "model") -> Model:
             _layer(build, kind_, layer, where)
     if not build.nodes:
         raise ModelError(f"{source}: expected layers with operators, found none")
-    return Model(name, batch, PRECISION[kind], tuple(build.nodes), tuple(build.edges))
+    return Model(name, batch, PRECISION[kind], tuple(build.nodes), tuple(build.edges), raw)
 
 
 def _whole(table: dict[str, Any], key: str, where: str, default: int | None = None) -> int:

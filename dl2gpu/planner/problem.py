@@ -146,12 +146,19 @@ class Problem:
         self.message = {n: t.message(n) for n in sorted(leaves)} if self.stages > 1 else {}
         first = np.append(True, number[1:] != number[:-1])
         self.node = []
+        same: dict[tuple[int, bool], Array] = {}
         for i, c in enumerate(t.nodes):
+            kind = id(c), bool(first[i])
+            if i not in self.message and kind in same:
+                self.node.append(same[kind])
+                continue
             flow = c.flow
             if i in self.message:
                 flow = flow + 2 * self.hop.alpha + self.message[i] * self.hop.beta
             entry = c.kept if first[i] else np.zeros(len(flow))
             self.node.append(np.stack([flow, c.sync, c.back, c.static, c.kept, entry]))
+            if i not in self.message:
+                same[kind] = self.node[-1]
         pairs: dict[tuple[int, int], Array] = {}
         for e, cost in zip(model.edges, t.edges, strict=True):
             key = e.source, e.target

@@ -16,8 +16,10 @@ Brioschi, "Nonserial Dynamic Programming", 1972.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, Final
 
@@ -50,20 +52,31 @@ def optimum(nodes: Sequence[Array], edges: Iterable[tuple[int, int, Array]]) -> 
     Raises:
         ValueError: the graph is not series-parallel.
     """
-    cost = [n.copy() for n in nodes]
+    cost = list(nodes)
     near: list[dict[int, Array]] = [{} for _ in nodes]
+    memo: dict[tuple[object, ...], Any] = {}
+
+    def once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Blocks repeat: what comes of the same arrays is made once."""
+        ids = tuple(k if isinstance(k, str) else id(k) for k in key)
+        if ids not in memo:
+            memo[ids] = key, make()  # the key keeps the arrays, and so their ids
+        return memo[ids][1]
 
     def join(u: int, v: int, m: Array) -> None:
-        near[u][v] = near[u][v] + m if v in near[u] else m
-        near[v][u] = near[u][v].T
+        if v in near[u]:
+            old = near[u][v]
+            m = once(("sum", old, m), lambda: old + m)
+        near[u][v] = m
+        near[v][u] = once(("turn", m), lambda: m.T)
 
     for u, v, m in edges:
         join(u, v, m)
-    todo = [i for i in range(len(nodes)) if len(near[i]) <= 2]
+    todo = deque(i for i in range(len(nodes)) if len(near[i]) <= 2)
     order: list[tuple[int, tuple[int, ...], Array]] = []
     gone = np.zeros(len(nodes), np.bool_)
     while todo:
-        i = todo.pop()
+        i = todo.popleft()
         if gone[i] or len(near[i]) > 2:
             continue
         gone[i] = True
@@ -71,18 +84,15 @@ def optimum(nodes: Sequence[Array], edges: Iterable[tuple[int, int, Array]]) -> 
         tensors = [near[i][o] for o in others]  # [own, other]
         for o in others:
             del near[o][i]
+        least_, best = once(("out", cost[i], *tensors), partial(_out, cost[i], *tensors))
+        order.append((i, others, best))
         if len(others) == 2:
-            summed = (cost[i][:, None] + tensors[0])[:, :, None] + tensors[1][:, None, :]
-            order.append((i, others, summed.argmin(0)))
-            join(others[0], others[1], summed.min(0))
+            join(others[0], others[1], least_)
         elif others:
-            summed = cost[i][:, None] + tensors[0]
-            order.append((i, others, summed.argmin(0)))
-            cost[others[0]] = cost[others[0]] + summed.min(0)
+            cost[others[0]] = cost[others[0]] + least_
         else:
-            order.append((i, (), cost[i].argmin(0)))
-            cost[i] = cost[i].min(keepdims=True)
-        todo += [o for o in others if len(near[o]) <= 2]
+            cost[i] = least_
+        todo.extend(o for o in others if len(near[o]) <= 2)
     if not gone.all():
         raise ValueError("expected a chain with residual connections, found another graph")
     chosen = np.zeros(len(nodes), np.int64)
@@ -90,8 +100,17 @@ def optimum(nodes: Sequence[Array], edges: Iterable[tuple[int, int, Array]]) -> 
     for i, others, best in reversed(order):
         chosen[i] = best[tuple(chosen[o] for o in others)]
         if not others:
-            least += float(cost[i][0])
+            least += float(cost[i])
     return least, chosen
+
+
+def _out(own: Array, *tensors: Array) -> tuple[Array, Array]:
+    """The least over a node's own choices for each choice of its neighbours, and the choice."""
+    if len(tensors) == 2:
+        summed = (own[:, None] + tensors[0])[:, :, None] + tensors[1][:, None, :]
+    else:
+        summed = own[:, None] + tensors[0] if tensors else own
+    return np.asarray(summed.min(0)), np.asarray(summed.argmin(0))
 
 
 def _relaxed(p: Problem, flow: Array, sync: Array, hold: Array) -> tuple[float, Array]:
@@ -102,8 +121,21 @@ def _relaxed(p: Problem, flow: Array, sync: Array, hold: Array) -> tuple[float, 
         weight[ENTRY], weight[KEPT] = hold * p.flight, hold / p.blocks
     else:
         weight[KEPT] = hold * p.flight
-    nodes = [weight[:, s] @ n for s, n in zip(p.stage, p.node, strict=True)]
-    return optimum(nodes, [(u, v, flow[p.stage[v]] * m) for u, v, m in p.edge])
+    made: dict[tuple[int, int], Array] = {}
+    nodes = []
+    for s, n in zip(p.stage, p.node, strict=True):
+        key = id(n), int(s)
+        if key not in made:
+            made[key] = weight[:, s] @ n
+        nodes.append(made[key])
+    scaled: dict[tuple[int, int], Array] = {}
+    edges = []
+    for u, v, m in p.edge:
+        key = id(m), int(p.stage[v])
+        if key not in scaled:
+            scaled[key] = flow[p.stage[v]] * m
+        edges.append((u, v, scaled[key]))
+    return optimum(nodes, edges)
 
 
 def lower_bound(p: Problem, share: float = 0.0) -> tuple[float, Array]:
