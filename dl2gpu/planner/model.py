@@ -299,7 +299,8 @@ def parse(raw: dict[str, Any], source: str = "model") -> Model:
         for k in range(repeat):
             build.block += 1
             kind_ = str(layer.get("op"))[:40]
-            build.prefix = f"{layer.get('name', kind_)}{f'.{k}' if repeat > 1 else ''}."
+            title = str(layer.get("name", kind_))[:40]
+            build.prefix = f"{title}{f'.{k}' if repeat > 1 else ''}."
             _layer(build, kind_, layer, where)
     if not build.nodes:
         raise ModelError(f"{source}: expected layers with operators, found none")

@@ -226,7 +226,7 @@ def picture(plan: Plan) -> str:
     parts: list[str] = []
 
     def text(x: float, y: float, words: str, more: str = "") -> None:
-        parts.append(f'<text x="{x:.0f}" y="{y:.0f}" {more}>{escape(words)}</text>')
+        parts.append(f'<text x="{x:.0f}" y="{y:.0f}" {more}>{escape(safe(words))}</text>')
 
     def box(x: float, y: float, w: float, h: float, fill: str) -> None:
         parts.append(

@@ -15,7 +15,7 @@ from dl2gpu.analysis.verdict import analyse
 from dl2gpu.planner.account import account
 from dl2gpu.planner.links import Cluster, bytes_sent
 from dl2gpu.planner.lower import lower
-from dl2gpu.planner.model import Model, parse
+from dl2gpu.planner.model import Model, load, parse
 from dl2gpu.planner.plan import Layout, Plan, problem_of
 from dl2gpu.planner.schedule import ScheduleError, Work, order, play
 from dl2gpu.planner.search import descend
@@ -153,6 +153,22 @@ def test_any_layout_is_healthy(
         return
     result = analyse(lower(plan, steps=2))
     assert result.jobs["verdict"].to_list() == ["healthy"], result.findings
+
+
+@pytest.mark.parametrize("name", ["vgg13", "swin-t", "gpt2"])
+@pytest.mark.parametrize(
+    "layout", [Layout(1, (2, 2), zero=1), Layout(2, (2,), 4, recompute=True)], ids=str
+)
+def test_packaged_models_lower_as_predicted(name: str, layout: Layout) -> None:
+    """Convolutions, windows and a vocabulary that is split, with choices at random."""
+    plan = random_plan(layout, 11, load(name, 64))
+    assert plan is not None
+    trace = validate(lower(plan))
+    assert analyse(trace).jobs["verdict"].to_list() == ["healthy"]
+    costs = account(plan)
+    assert rings(trace) == (
+        costs.activations.sum() + costs.parameters.sum(), costs.messages.sum()
+    )  # fmt: skip
 
 
 def test_a_program_with_an_error_is_not_healthy() -> None:
