@@ -456,6 +456,62 @@ def record(
         raise typer.Exit(status)
 
 
+@app.command(
+    epilog="Example:  dl2gpu plan gpt2-xl --devices 8x4 --intra 300GBps --inter 25GBps "
+    "--out plan.json"
+)
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A packaged model, or a TOML file (docs/planner.md)."),
+    ],
+    devices: Annotated[
+        str, typer.Option(metavar="NODESxDEVICES", help="Nodes, and devices of each.")
+    ] = "1x8",
+    intra: Annotated[
+        str, typer.Option(metavar="RATE", help="Bandwidth of a device in its node.")
+    ] = "300GBps",
+    inter: Annotated[
+        str, typer.Option(metavar="RATE", help="Bandwidth of a node to the others.")
+    ] = "25GBps",
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of a device.")] = "80GiB",
+    flops: Annotated[
+        str, typer.Option(metavar="RATE", help="Peak of a device, operations a second.")
+    ] = "312T",
+    efficiency: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Share of the peak that products reach.")
+    ] = 0.5,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of a step; default: the model's.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan as JSON.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a picture of the scheme as SVG.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write each rank's program in the native format."),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Set fixed schemes beside it.")
+    ] = True,
+    verbose: Verbose = False,
+) -> None:
+    """Search a near-optimal parallel scheme for a model, and prove its program free of deadlock.
+
+    Exit status: 0 found and healthy; 1 the program could stop; 2 wrong usage, or nothing fits.
+    """
+    with _errors(verbose):
+        from dl2gpu.planner.command import cluster_of, run
+
+        cluster = cluster_of(devices, intra, inter, memory, flops, efficiency)
+        words, healthy = run(model, cluster, batch, compare, out, picture, trace)
+        _print(words)
+        raise typer.Exit(0 if healthy else 1)
+
+
 @app.command(epilog="Example:  dl2gpu doctor")
 def doctor(
     test: Annotated[
