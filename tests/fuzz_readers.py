@@ -582,7 +582,7 @@ def fuzz(fuzzer: Fuzzer, runs: int, seconds: float, out: Path, most: int) -> Non
     while fuzzer.runs < runs and time.monotonic() - begun < seconds and len(kinds) < most:
         known = len(fuzzer.faults)
         # what never gets back to Python is found by this one
-        faulthandler.dump_traceback_later(900, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(900, exit=True, file=sys.__stderr__ or sys.stderr)
         fuzzer.step(state)
         faulthandler.cancel_dump_traceback_later()
         for wrong, group, contents in fuzzer.faults[known:]:
