@@ -63,7 +63,8 @@ class Plan:
     """Choice of each node."""
     seconds: float
     bound: float
-    """Seconds below which no choice of any layout tried can be."""
+    """Seconds below which no choice of any layout can be; with more than one microbatch, without
+    ZeRO 3."""
     priced: int = 0
     layouts: int = 0
 
