@@ -2,7 +2,9 @@
 
 Layouts (stages, shape of a stage's grid, microbatches, pieces a stage) are taken in the order of
 their lower bounds; the search ends where the next bound is no better than what was found, so what
-is found is as good as any layout can be as far as descent within a layout is.
+is found is as good as any layout can be as far as descent within a layout is. The bounds are of
+schemes without ZeRO 3: with several microbatches that hides more communication than they allow for.
+It is tried only in layouts that the bounds leave, where memory asks for it.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class Plan:
     """Choice of each node."""
     seconds: float
     bound: float
-    """Seconds below which no choice of any layout tried can be."""
+    """Seconds below which no choice of any layout can be; with more than one microbatch, without
+    ZeRO 3."""
     priced: int = 0
     layouts: int = 0
 
