@@ -451,6 +451,7 @@ def _wildcards(
             prepared.ranks.select("job", member="rank", r=pl.col("r").cast(pl.Int64)),
             on=["job", "member"],
         )
+        .sort("place", "r")  # which circle is shown depends on the order of edges
     )
     edges.append((peers["place"].to_numpy(), rank0 + peers["r"].to_numpy()))
     either[who.filter(pl.col("peer") == ANY)["place"].to_numpy()] = True
