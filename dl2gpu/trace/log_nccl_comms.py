@@ -161,12 +161,20 @@ def _generations(lines: pl.DataFrame) -> pl.DataFrame:
 
 
 def _of_their_size(calls: pl.DataFrame, lines: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Calls, and those whose number of ranks no line on their pointer names: lines mixed up."""
+    """Calls, and those of lines that were mixed up.
+
+    They are those whose number of ranks no line on their pointer names, and those whose pointer
+    lines name for other processes only.
+    """
     key = [*_PROCESS, "comm"]
     known = lines.select(key).unique()
     sized = lines.select(*key, "nranks").unique()
     fits = calls.join(sized, on=[*key, "nranks"], how="semi")
-    free = calls.join(known, on=key, how="anti").filter(pl.col("nranks") <= MOST_RANKS)
+    free = (
+        calls.join(known, on=key, how="anti")
+        .join(known.select("comm").unique(), on="comm", how="anti")
+        .filter(pl.col("nranks") <= MOST_RANKS)
+    )
     good = pl.concat([fits, free]).sort("pos")
     return good, calls.join(good.select("pos"), on="pos", how="anti")
 
