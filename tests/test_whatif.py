@@ -21,7 +21,8 @@ DEMO = ROOT / "datasets" / "demo" / "send-before-recv"
 
 
 def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
+    # the page is as wide as what is no terminal, whatever other tests leave in the environment
+    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "120"})
 
 
 def stripped(text: str) -> str:
