@@ -287,11 +287,11 @@ def _unfit_pairs(p: Prepared, parts: pl.DataFrame) -> pl.Series:
         p.comms.select("comm", rank="ranks")
         .join(parts.select("comm").unique(), on="comm", how="semi")
         .with_columns(place=pl.int_ranges(pl.col("rank").list.len()))
-        .explode("rank", "place")
+        .explode("rank", "place", empty_as_null=False)
     )
     passed = (
         parts.select("node", "splits", place=pl.int_ranges(pl.col("splits").list.len()))
-        .explode("splits", "place")
+        .explode("splits", "place", empty_as_null=False)
         .group_by("node", "place")
         .agg(passed=pl.col("splits").sum())
     )

@@ -248,7 +248,7 @@ def _taken_apart(lines: pl.DataFrame) -> pl.DataFrame:
     return (
         frame.with_columns(_unglued(text).str.split(_BREAK))
         .with_columns(part=pl.int_ranges(0, pl.col("text").list.len(), dtype=pl.Int32))
-        .explode("text", "part")
+        .explode("text", "part", empty_as_null=False)
         .filter((text.str.len_bytes() > 0) | (pl.col("part") == 0))
     )
 

@@ -326,7 +326,11 @@ def _complements(rows: pl.DataFrame, world: int | None) -> pl.DataFrame:
     named = rows.filter((pl.col("what") == "count") & pl.col("rank").is_not_null()).select(
         *of, "rank"
     )
-    every = alone.drop("rank").with_columns(rank=pl.int_ranges(0, pl.col("full"))).explode("rank")
+    every = (
+        alone.drop("rank")
+        .with_columns(rank=pl.int_ranges(0, pl.col("full")))
+        .explode("rank", empty_as_null=False)
+    )
     every = every.join(named, on=[*of, "rank"], how="anti", nulls_equal=True)
     gone = rows.filter(pl.col("what").is_in(["missing", "dead"])).select("number", "key", "rank")
     every = every.join(gone, on=["number", "key", "rank"], how="anti")
