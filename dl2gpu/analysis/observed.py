@@ -106,15 +106,20 @@ def uncompared(m: Matching) -> pl.DataFrame:
             schema={"job": pl.Int32, "operations": pl.UInt32, "ranks": pl.List(pl.Int32)}
         )
     sizes = m.prepared.comms.select("comm", "size")
-    return m.prepared.engine.collect(
+    by_rank = m.prepared.engine.collect(
         m.events.lazy()
         .filter(is_collective(pl.col("op")) & pl.col("ordinal").is_null())
         .select("job", "comm", "rank", "k")
         .join(jobs.lazy(), on="job", how="semi")
         .join(sizes.lazy(), on="comm")
         .filter((pl.col("size") != 1) & ((pl.col("k").fill_null(-1) < 0) | (pl.col("size") == 0)))
-        .group_by("job")
-        .agg(operations=pl.len(), ranks=pl.col("rank").unique().sort())
+        .group_by("job", "rank")
+        .agg(n=pl.len())
+    )
+    # cuDF sorts no lists within groups; there is a row a rank left
+    return (
+        by_rank.group_by("job")
+        .agg(operations=pl.col("n").sum(), ranks=pl.col("rank").sort())
         .sort("job")
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from engine.ways import cases, demo, lossy, memberless, result, wild
+from engine.ways import cases, demo, lossy, memberless, result, wild, windowed
 from hypothesis import HealthCheck, example, given, settings
 from programs import from_seed, seeds, shuffled, trace_of
 
@@ -108,6 +108,7 @@ def ordered_traces() -> Iterator[tuple[str, Trace]]:
     yield "wildcards", trace_of(*wild(6, 60))
     yield "lost starts", lossy(7, 60)
     yield "unknown members", memberless(8, 60)
+    yield "windows", windowed(9, 60)
 
 
 @pytest.mark.parametrize("name", [name for name, _ in ordered_traces()])

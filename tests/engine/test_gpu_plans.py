@@ -14,7 +14,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from engine.ways import Recording, cases, demo, lossy, memberless, wild
+from engine.ways import Recording, cases, demo, lossy, memberless, wild, windowed
 from programs import from_seed, trace_of
 
 import dl2gpu.analysis
@@ -59,6 +59,7 @@ def recorded() -> Recording:
         yield trace_of(*wild(2, 60))
         yield lossy(3, 60)
         yield memberless(4, 60)
+        yield windowed(5, 60)
         for _, trace in cases():
             yield trace
 

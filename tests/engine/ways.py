@@ -17,7 +17,7 @@ from dl2gpu.engine.base import Engine
 from dl2gpu.engine.cpu import Cpu
 from dl2gpu.trace.discover import discover
 from dl2gpu.trace.readers import read_files, read_trace
-from dl2gpu.trace.schema import Trace
+from dl2gpu.trace.schema import EXIT, Trace
 
 DEMO = Path(__file__).parents[2] / "datasets" / "demo"
 
@@ -98,6 +98,17 @@ def memberless(seed: int, n: int) -> Trace:
         ranks=pl.when(pl.col("comm") % 3 == 0).then(pl.lit(none)).otherwise("ranks")
     )
     return dataclasses.replace(trace, comms=comms)
+
+
+def windowed(seed: int, n: int) -> Trace:
+    """The same as records of a window: the recorder stopped while the ranks went on."""
+    trace = memberless(seed, n)
+    window = pl.lit(EXIT["window"], trace.ranks.schema["exit"])
+    return dataclasses.replace(
+        trace,
+        ranks=trace.ranks.with_columns(exit=window),
+        events=trace.events.with_columns(ordinal=pl.lit(None, pl.Int64)),
+    )
 
 
 def result(trace: Trace, engine: Engine) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
