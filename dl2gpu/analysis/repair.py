@@ -10,7 +10,7 @@ Source: DESIGN.md section 6.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -51,7 +51,10 @@ _OF_A_JOB: Final = 8
 """Findings of a job that are tried to be repaired."""
 _MOST_EVENTS: Final = 500_000
 """Events of all candidates of a finding; in larger jobs fewer are tried."""
+_TOGETHER: Final = 100_000
+"""Operations of changed jobs that are replayed together, about: what bounds the memory."""
 _TOLD: Final = 3
+"""Repairs that are told of a finding."""
 _MATCHES: Final = 128
 """Runs of a candidate whose wildcards make choices."""
 _NEAR: Final = 64
@@ -105,7 +108,7 @@ def with_repairs(trace: Trace, findings: Sequence[Finding], engine: Engine = CPU
         of.append(k)
         jobs.append((job, made))
         held += len(made) * size
-        if held > _MOST_EVENTS:
+        if held > _TOGETHER:
             settle()
             held = 0
     settle()
@@ -178,9 +181,10 @@ def _spaced(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def _applied(base: pl.DataFrame, c: Candidate) -> pl.DataFrame:
-    keep = [k for k in range(base.height) if k not in c.changed]
+    keep = np.ones(base.height, np.bool_)
+    keep[list(c.changed)] = False
     rows = [row for row in (*c.changed.values(), *c.added) if row is not None]
-    return pl.concat([base[keep], pl.DataFrame(rows, schema=base.schema)])
+    return pl.concat([base.filter(pl.Series(keep)), pl.DataFrame(rows, schema=base.schema)])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -189,12 +193,25 @@ def _applied(base: pl.DataFrame, c: Candidate) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class _Job:
-    """The events of a job by lane; ``at`` finds those that a finding names."""
+    """The events of a job by lane."""
 
     base: pl.DataFrame
     strings: list[str]
     ids: dict[int, str]
-    at: dict[tuple[int, int], int]
+
+    def at(self, steps: Iterable[Row]) -> list[int]:
+        """Rows of the operations that a finding names, in its order, each once."""
+        named = pl.DataFrame(
+            [(s["rank"], s["seq"]) for s in steps],
+            schema={"rank": pl.Int32, "seq": pl.Int64}, orient="row",
+        ).unique(maintain_order=True)  # fmt: skip
+        rows = self.base.select("rank", seq=pl.col("seq") // 4).with_row_index("k")
+        # two lanes may have the number: the first one's
+        rows = rows.join(named, on=["rank", "seq"], how="semi").unique(
+            ["rank", "seq"], keep="first", maintain_order=True
+        )
+        found = named.join(rows, on=["rank", "seq"], maintain_order="left")
+        return [int(k) for k in found["k"]]
 
     def row(self, k: int) -> Row:
         return self.base.row(k, named=True)
@@ -209,31 +226,22 @@ class _Job:
 
     def behind(self, k: int) -> Iterator[int]:
         """The operations of the same lane behind, waits left out."""
-        rank, lane = self.base.row(k)[1:3]
-        for x in range(k + 1, min(k + 1 + _NEAR, self.base.height)):
-            if self.base.row(x)[1:3] != (rank, lane):
+        near = self.base[k : k + 1 + _NEAR].select("rank", "lane", "op").rows()
+        for x, (*place, op) in enumerate(near[1:], k + 1):
+            if tuple(place) != near[0][:2]:
                 return
-            if self.base["op"][x] != OP["wait"]:
+            if op != OP["wait"]:
                 yield x
 
 
 def candidates(job: Trace, f: Finding) -> list[Candidate]:
     """Repairs that are worth trying, smallest change first."""
     base = _spaced(job.events)
-    assert base.columns[1:3] == ["rank", "lane"]
-    number = base.select("rank", seq=pl.col("seq") // 4).rows()
-    at: dict[tuple[int, int], int] = {}
-    for k, key in enumerate(number):
-        at.setdefault(key, k)
     strings = job.strings.sort("code")["text"].to_list()
     ids = dict(job.comms.select("comm", "id").iter_rows())
-    j = _Job(base, strings, ids, at)
-    hangs = [
-        at[step["rank"], step["seq"]]
-        for step in (*f.hangs_at, *f.details.get("unmatched", ()))
-        if (step["rank"], step["seq"]) in at
-    ]
-    hangs = [k for k in dict.fromkeys(hangs) if base["op"][k] != OP["wait"]][:16]
+    j = _Job(base, strings, ids)
+    named = j.at([*f.hangs_at, *f.details.get("unmatched", ())])
+    hangs = [k for k in named if base["op"][k] != OP["wait"]][:16]
     made = [
         *_swapped(j, hangs), *_batched(j, hangs), *_unblocked(j, hangs),
         *_left_out(j, hangs, f), *_added(j, hangs, f),
