@@ -313,7 +313,7 @@ def write(path: Path, megabytes: float, layers: int = 24, collectives: int = 4) 
                 else:
                     filled[j] = str(1 + s * collectives + value)
             file.write(",\n".join(["".join(filled)]) + (",\n" if s + 1 < steps else "\n"))
-        file.write('], "traceName": "/tmp/rank0.json", "displayTimeUnit": "ms"}\n')
+        file.write('], "traceName": "rank0.json", "displayTimeUnit": "ms"}\n')
     return steps * per_step, steps * collectives
 
 

@@ -330,7 +330,7 @@ class Rank:
             }
         out["baseTimeNanoseconds"] = BASE
         out["traceEvents"] = marks + self.events
-        out["traceName"] = f"/tmp/rank{self.rank}.json"
+        out["traceName"] = f"rank{self.rank}.json"
         return out
 
 

@@ -15,9 +15,6 @@ import pytest
 
 TRACES: Final = Path(__file__).resolve().parents[1] / "datasets" / "live" / "traces"
 
-MISSED: Final[dict[str, str]] = {}
-"""Jobs that the analysis gets wrong, and why. They fail as soon as it does not any more."""
-
 LABELS: Final[dict[str, dict[str, Any]]] = {
     path.parent.name: json.loads(path.read_text()) for path in sorted(TRACES.glob("*/expect.json"))
 }
@@ -45,16 +42,7 @@ def test_every_record_is_read_whole() -> None:
     assert sum(i["path"].endswith(".jsonl.gz") for i in inputs) == ranks
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(reason=MISSED[name], strict=True) if name in MISSED else (),
-        )
-        for name in LABELS
-    ],
-)
+@pytest.mark.parametrize("name", LABELS)
 def test_job(name: str) -> None:
     failures = corpus.check(corpus.scanned(TRACES), name, LABELS[name])
     assert not failures, (LABELS[name]["ends"], LABELS[name]["log"])

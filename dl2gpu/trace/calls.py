@@ -15,11 +15,19 @@ from typing import Any, Final
 
 import polars as pl
 
-from dl2gpu.trace.flight_recorder_comms import Comm, Dump, Job, MemberLists, resolve
-from dl2gpu.trace.inputs import Input, Status, TraceFile
+from dl2gpu.trace.files import load_ahead
+from dl2gpu.trace.flight_recorder_comms import (
+    Comm,
+    Dump,
+    Job,
+    MemberLists,
+    comms_table,
+    resolve,
+    status_of,
+)
+from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.schema import (
     ANY,
-    COMMS,
     DTYPE_BYTES,
     EVENTS,
     EXIT,
@@ -37,7 +45,17 @@ from dl2gpu.trace.schema import (
     op_code,
 )
 
-__all__ = ["LARGEST_GROUP", "Call", "Group", "Record", "Wait", "assemble", "natural"]
+__all__ = [
+    "LARGEST_GROUP",
+    "Call",
+    "Group",
+    "Record",
+    "Wait",
+    "assemble",
+    "doubt_ranks",
+    "natural",
+    "records_of",
+]
 
 LARGEST_GROUP: Final = 1 << 20
 _MOST: Final = 1 << 62
@@ -125,6 +143,32 @@ class Record:
     size: int = 0
 
 
+def records_of(
+    files: Sequence[TraceFile],
+    load: Callable[[TraceFile], bytes],
+    record: Callable[[TraceFile, bytes], Record],
+) -> list[Record]:
+    """The record of each file, in order; one that cannot be read says why in ``refused``."""
+    records = []
+    for file, content in zip(files, load_ahead(files, load), strict=True):
+        try:
+            if isinstance(content, InputError):
+                raise content
+            records.append(record(file, content))
+        except InputError as error:
+            records.append(Record(file, refused=str(error)))
+    return records
+
+
+def doubt_ranks(records: list[Record]) -> None:
+    """Ranks that the contents give to several processes of a job are left to the names."""
+    seen = Counter((r.file.folder, r.file.job, r.file.attempt, r.rank) for r in records)
+    twice = {key[:3] for key, n in seen.items() if key[3] is not None and n > 1}
+    for record in records:
+        if (record.file.folder, record.file.job, record.file.attempt) in twice:
+            record.rank = None
+
+
 def assemble(
     records: Sequence[Record], source: str, load: Callable[[TraceFile], bytes]
 ) -> tuple[Trace, list[Input]]:
@@ -172,17 +216,7 @@ def assemble(
         events=rows.frame(),
         jobs=_jobs_table(distinct, of_job, source),
         ranks=_ranks_table(kept),
-        comms=pl.DataFrame(
-            {
-                "comm": [c.index for c in comms],
-                "job": [c.job for c in comms],
-                "id": [c.id for c in comms],
-                "name": [c.name for c in comms],
-                "desc": [c.desc for c in comms],
-                "ranks": [c.ranks for c in comms],
-            },
-            schema=COMMS,
-        ),
+        comms=comms_table(comms),
         strings=strings.frame(),
     )
     return trace, [_input(d, r, source) for d, r in zip(dumps, records, strict=True)]
@@ -500,15 +534,8 @@ def _ranks_table(kept: list[tuple[Dump, Record]]) -> pl.DataFrame:
 
 
 def _input(dump: Dump, record: Record, source: str) -> Input:
-    status: Status = "read"
-    reason: str | None = None
-    if dump.refused is not None:
-        status, reason = "quarantined", dump.refused
-    elif dump.ignored is not None:
-        status, reason = "ignored", dump.ignored
-    elif record.lost:
-        status = "partial"
-        reason = f"{'; '.join(record.lost)}; {len(record.calls)} communication calls were read"
+    got = f"{len(record.calls)} communication calls were read"
+    status, reason = status_of(dump, record.lost, got)
     return Input(
         path=dump.file.path,
         status=status,

@@ -12,12 +12,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from dl2gpu.trace.calls import Call, Group, Record, assemble, natural
+from dl2gpu.trace.calls import Call, Group, Record, assemble, doubt_ranks, natural, records_of
 from dl2gpu.trace.chakra_frames import is_framed
 from dl2gpu.trace.chakra_nodes import RECV, SEND, Graph, Node, from_json, from_protobuf
-from dl2gpu.trace.execution_trace import doubt_ranks, lost_nodes
-from dl2gpu.trace.execution_trace_nodes import Nodes, utf8
-from dl2gpu.trace.files import cut_reason, load_ahead, read_bytes
+from dl2gpu.trace.execution_trace_nodes import Nodes, lost_nodes, utf8
+from dl2gpu.trace.files import cut_reason, read_bytes
 from dl2gpu.trace.flight_recorder_names import operation
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.schema import FLAG, Trace
@@ -51,15 +50,7 @@ def read(
     Returns:
         The trace, and what became of each file, in the order of ``files``.
     """
-    records = []
-    for file, content in zip(files, load_ahead(files, load), strict=True):
-        if isinstance(content, InputError):
-            records.append(Record(file, refused=str(content)))
-            continue
-        try:
-            records.append(_record(file, content))
-        except InputError as error:
-            records.append(Record(file, refused=str(error)))
+    records = records_of(files, load, _record)
     doubt_ranks(records)
     return assemble(records, FORMAT, load)
 

@@ -121,7 +121,8 @@ def listing(paths: str | Sequence[str], job_pattern: str | None = None) -> pl.Da
 def _unit(file: _Found, pattern: re.Pattern[str] | None) -> str:
     """A name that all files of a job share, told by their paths alone.
 
-    More than a job may share it: the folders of ranks, hosts and attempts count as their parent's.
+    More than a job may share it: the folders of ranks, hosts, attempts and logs count as their
+    parent's.
     """
     match = None if pattern is None else pattern.search(file.below)
     job = match.groupdict().get("job") if match is not None else None
@@ -130,9 +131,10 @@ def _unit(file: _Found, pattern: re.Pattern[str] | None) -> str:
     folder = file.path.rpartition("/")[0]
     while True:
         parent, _, name = folder.rpartition("/")
+        task = _TASK_FOLDER.fullmatch(name) and _ATTEMPT_FOLDER.fullmatch(parent.rpartition("/")[2])
         if not (
-            _RANK_FOLDER.match(name) or _HOST_FOLDER.fullmatch(name)
-            or _ATTEMPT_FOLDER.fullmatch(name)
+            task or _RANK_FOLDER.match(name) or _HOST_FOLDER.fullmatch(name)
+            or _ATTEMPT_FOLDER.fullmatch(name) or _LOG_FOLDER.fullmatch(name)
         ):  # fmt: skip
             return f"folder {folder}"
         folder = parent
@@ -462,19 +464,7 @@ def _jobs(found: list[tuple[_Found, Kind]]) -> list[TraceFile]:
         if match:
             attempt = int(match.group(1))
             folder = folder.rpartition("/")[0]
-        folder = _folder_name(members[0], folder)
-        files += [
-            TraceFile(
-                path=file.path,
-                url=file.url,
-                format=kinds[file.url].format or "",
-                folder=folder,
-                size=file.size or 0,
-                attempt=attempt,
-                stamp=file.stamp,
-            )
-            for file in members
-        ]
+        files += [_trace_file(f, kinds[f.url].format or "", folder, attempt) for f in members]
     return [*files, *_log_files([file for file, _ in logs])]
 
 
@@ -506,17 +496,20 @@ def _log_files(found: list[_Found]) -> list[TraceFile]:
             parts.pop()
         while parts and _LOG_FOLDER.fullmatch(parts[-1]):
             parts.pop()
-        files.append(
-            TraceFile(
-                path=file.path,
-                url=file.url,
-                format="log",
-                folder=_folder_name(file, "/".join(parts)),
-                size=file.size or 0,
-                attempt=attempt,
-            )
-        )
+        files.append(_trace_file(file, "log", "/".join(parts), attempt))
     return files
+
+
+def _trace_file(file: _Found, format_: str, folder: str, attempt: int | None) -> TraceFile:
+    return TraceFile(
+        path=file.path,
+        url=file.url,
+        format=format_,
+        folder=_folder_name(file, folder),
+        size=file.size or 0,
+        attempt=attempt,
+        stamp=file.stamp,
+    )
 
 
 def _folder_name(file: _Found, folder: str) -> str:

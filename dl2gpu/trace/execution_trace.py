@@ -9,17 +9,16 @@ a window (:data:`schema.EXIT`). Source: FORMATS.md section 4.1.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
-from dl2gpu.trace.calls import Record, assemble
+from dl2gpu.trace.calls import Record, assemble, doubt_ranks, records_of
 from dl2gpu.trace.execution_trace_calls import Process
-from dl2gpu.trace.execution_trace_nodes import Nodes, read_nodes, utf8
-from dl2gpu.trace.files import cut_reason, load_ahead, read_bytes
-from dl2gpu.trace.inputs import Input, InputError, TraceFile
+from dl2gpu.trace.execution_trace_nodes import Nodes, lost_nodes, read_nodes, utf8
+from dl2gpu.trace.files import read_bytes
+from dl2gpu.trace.inputs import Input, TraceFile
 from dl2gpu.trace.schema import Trace
 
-__all__ = ["FORMAT", "doubt_ranks", "lost_nodes", "read"]
+__all__ = ["FORMAT", "read"]
 
 FORMAT = "execution_trace"
 
@@ -38,12 +37,7 @@ def read(
     Returns:
         The trace, and what became of each file, in the order of ``files``.
     """
-    records = []
-    for file, content in zip(files, load_ahead(files, load), strict=True):
-        if isinstance(content, InputError):
-            records.append(Record(file, refused=str(content)))
-        else:
-            records.append(_record(file, content))
+    records = records_of(files, load, _record)
     doubt_ranks(records)
     return assemble(records, FORMAT, load)
 
@@ -61,27 +55,3 @@ def _record(file: TraceFile, content: bytes) -> Record:
         what = "the file is empty" if not data.strip() else "it holds no whole node"
         record.refused = f"expected an execution trace with nodes: {what}"
     return record
-
-
-def lost_nodes(content: bytes, nodes: Nodes) -> list[str]:
-    """What of a file's nodes could not be read, in words; empty where all could."""
-    lost = []
-    cut = cut_reason(content)
-    if cut is not None:
-        lost.append(cut)
-    elif not nodes.closed:
-        lost.append("the file lacks its end: the writer was killed or is still writing")
-    if nodes.lost:
-        lost.append(f"{nodes.lost} damaged nodes were left out")
-    if nodes.skipped:
-        lost.append(f"the last {nodes.skipped} bytes were given up after too many damages")
-    return lost
-
-
-def doubt_ranks(records: list[Record]) -> None:
-    """Ranks that the contents give to several processes of a job are left to the names."""
-    seen = Counter((r.file.folder, r.file.job, r.file.attempt, r.rank) for r in records)
-    twice = {key[:3] for key, n in seen.items() if key[3] is not None and n > 1}
-    for record in records:
-        if (record.file.folder, record.file.job, record.file.attempt) in twice:
-            record.rank = None

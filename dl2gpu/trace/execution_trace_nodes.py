@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 
 from dl2gpu.trace import execution_trace_kernel as kernel
+from dl2gpu.trace.files import cut_reason
 from dl2gpu.trace.json_text import lenient
 
-__all__ = ["Nodes", "read_nodes", "utf8"]
+__all__ = ["Nodes", "lost_nodes", "read_nodes", "utf8"]
 
 _AT_ONCE: Final = 4096
 _MOST_DAMAGES: Final = 64
@@ -103,3 +104,18 @@ def _decode(node: bytes) -> dict[str, Any] | None:
         except (ValueError, RecursionError):
             return None
     return value if isinstance(value, dict) else None
+
+
+def lost_nodes(content: bytes, nodes: Nodes) -> list[str]:
+    """What of a file's nodes could not be read, in words; empty where all could."""
+    lost = []
+    cut = cut_reason(content)
+    if cut is not None:
+        lost.append(cut)
+    elif not nodes.closed:
+        lost.append("the file lacks its end: the writer was killed or is still writing")
+    if nodes.lost:
+        lost.append(f"{nodes.lost} damaged nodes were left out")
+    if nodes.skipped:
+        lost.append(f"the last {nodes.skipped} bytes were given up after too many damages")
+    return lost

@@ -25,9 +25,9 @@ from dl2gpu.trace.files import cut_reason, read_bytes, stored_elsewhere
 from dl2gpu.trace.flight_recorder_comms import (
     FORMAT,
     MOST_THREADS,
-    Comm,
     Dump,
     Job,
+    comms_table,
     inputs,
     resolve,
 )
@@ -35,7 +35,6 @@ from dl2gpu.trace.flight_recorder_events import FileEntries, events
 from dl2gpu.trace.flight_recorder_names import Operation, operation, version_pair
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.schema import (
-    COMMS,
     EXIT,
     JOBS,
     RANKS,
@@ -221,7 +220,7 @@ class _Corpus:
             events=Trace().events if frame is None else frame,
             jobs=_jobs_table(jobs),
             ranks=_ranks_table(jobs),
-            comms=_comms_table(comms),
+            comms=comms_table(comms),
             stacks=pl.DataFrame(
                 {"stack": range(len(self.frames)), "frames": self.frames},
                 schema=STACKS,
@@ -276,20 +275,6 @@ def _ranks_table(jobs: list[Job]) -> pl.DataFrame:
         for d in sorted((d for d in job.dumps if d.kept), key=lambda d: d.rank or 0)
     ]
     return conform(pl.DataFrame(rows, schema_overrides=RANKS), "ranks") if rows else empty("ranks")
-
-
-def _comms_table(comms: list[Comm]) -> pl.DataFrame:
-    return pl.DataFrame(
-        {
-            "comm": [c.index for c in comms],
-            "job": [c.job for c in comms],
-            "id": [c.id for c in comms],
-            "name": [c.name for c in comms],
-            "desc": [c.desc for c in comms],
-            "ranks": [c.ranks for c in comms],
-        },
-        schema=COMMS,
-    )
 
 
 def _status_table(jobs: list[Job]) -> pl.DataFrame:

@@ -11,13 +11,19 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
+
+import polars as pl
 
 from dl2gpu.trace.entry_columns import Fault
 from dl2gpu.trace.flight_recorder_names import member_list
 from dl2gpu.trace.inputs import Input, InputError, Status, TraceFile
+from dl2gpu.trace.schema import COMMS
 
-__all__ = ["FORMAT", "Comm", "Dump", "Job", "inputs", "resolve"]
+__all__ = [
+    "FORMAT", "Comm", "Dump", "Job", "MemberLists", "Members", "comms_table", "give_ids",
+    "in_order", "inputs", "resolve", "status_of",
+]  # fmt: skip
 
 FORMAT: Final = "flight_recorder"
 MOST_THREADS: Final = 8
@@ -205,18 +211,10 @@ def inputs(dumps: Sequence[Dump]) -> list[Input]:
     """What became of each file."""
     out = []
     for dump in dumps:
-        status: Status = "read"
-        reason: str | None = None
-        if dump.refused is not None:
-            status, reason = "quarantined", dump.refused
-        elif dump.ignored is not None:
-            status, reason = "ignored", dump.ignored
-        elif dump.fault is not None or dump.lost:
-            status = "partial"
-            told = [] if dump.fault is None else [dump.fault.reason]
-            if dump.lost:
-                told.append(f"{dump.lost} members of the list of entries are no whole entries")
-            reason = f"{'; '.join(told)}; {dump.n} entries were read"
+        lost = [] if dump.fault is None else [dump.fault.reason]
+        if dump.lost:
+            lost.append(f"{dump.lost} members of the list of entries are no whole entries")
+        status, reason = status_of(dump, lost, f"{dump.n} entries were read")
         out.append(
             Input(
                 path=dump.file.path,
@@ -229,6 +227,22 @@ def inputs(dumps: Sequence[Dump]) -> list[Input]:
             )
         )
     return out
+
+
+class Judged(Protocol):
+    """A file of which it is known whether it is used."""
+
+    refused: str | None
+    ignored: str | None
+
+
+def status_of(file: Judged, lost: Sequence[str], got: str) -> tuple[Status, str | None]:
+    """Status and reason of a file: why it is not used, or what of it is lost and what was got."""
+    if file.refused is not None:
+        return "quarantined", file.refused
+    if file.ignored is not None:
+        return "ignored", file.ignored
+    return ("partial", f"{'; '.join(lost)}; {got}") if lost else ("read", None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -394,7 +408,7 @@ def _communicators(job: Job, lists: MemberLists) -> None:
             found = [c for c in same_name.get((name, desc), ()) if dump.rank in c.members]
             dump.group_comms.append(found[0] if len(found) == 1 else comm(name, desc, unknown))
 
-    comms = sorted(known.values(), key=lambda c: (_natural(c.name), c.desc, c.ranks))
+    comms = sorted(known.values(), key=in_order)
     whole = [c for c in comms if _is_default(c.name, c.desc)]
     sizes = [len(c.ranks) for c in whole if c.ranks]
     largest = max([d.rank or 0 for d in kept] + [max(m.ranks) for m in listed], default=-1)
@@ -403,6 +417,23 @@ def _communicators(job: Job, lists: MemberLists) -> None:
         # a rank far above the number of files is no reason to invent a long list
         if not c.ranks and not sizes and job.world_size and job.world_size <= _MOST_INFERRED:
             c.members, c.synthetic = lists.of(list(range(job.world_size))), True
+    give_ids(comms)
+    job.comms = comms
+
+
+def _is_default(name: str, desc: str) -> bool:
+    return desc == "default_pg" or (name == "0" and desc in {"", "undefined"})
+
+
+def in_order(comm: Comm) -> tuple[object, ...]:
+    """A key that sorts communicators by name, numbers among the names by value."""
+    number = re.fullmatch(r"[0-9]{1,18}", comm.name)
+    name = (0, int(comm.name), comm.name) if number else (1, 0, comm.name)
+    return (name, comm.desc, comm.ranks)
+
+
+def give_ids(comms: Sequence[Comm]) -> None:
+    """Gives each communicator of a job an ``id`` that no other has: its name, if that will do."""
     taken = {c.name for c in comms}
     used = Counter(c.name for c in comms)
     number: Counter[str] = Counter()
@@ -413,15 +444,21 @@ def _communicators(job: Job, lists: MemberLists) -> None:
                 c.id = f"{c.name or 'unnamed'}#{number[c.name]}"
                 number[c.name] += 1
             taken.add(c.id)
-    job.comms = comms
 
 
-def _is_default(name: str, desc: str) -> bool:
-    return desc == "default_pg" or (name == "0" and desc in {"", "undefined"})
-
-
-def _natural(name: str) -> tuple[int, int, str]:
-    return (0, int(name), name) if re.fullmatch(r"[0-9]{1,18}", name) else (1, 0, name)
+def comms_table(comms: Sequence[Comm]) -> pl.DataFrame:
+    """The communicators of all jobs, with the columns of :data:`schema.COMMS`."""
+    return pl.DataFrame(
+        {
+            "comm": [c.index for c in comms],
+            "job": [c.job for c in comms],
+            "id": [c.id for c in comms],
+            "name": [c.name for c in comms],
+            "desc": [c.desc for c in comms],
+            "ranks": [c.ranks for c in comms],
+        },
+        schema=COMMS,
+    )
 
 
 def _statuses(job: Job) -> None:

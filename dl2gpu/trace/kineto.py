@@ -19,6 +19,7 @@ import polars as pl
 
 from dl2gpu.engine.cores import cores
 from dl2gpu.trace.files import cut_reason
+from dl2gpu.trace.flight_recorder_comms import comms_table
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.kineto_comms import FORMAT, Job, Source, inputs, resolve
 from dl2gpu.trace.kineto_kernel import NULL
@@ -26,7 +27,6 @@ from dl2gpu.trace.kineto_profile import Profile, profile
 from dl2gpu.trace.kineto_scan import BLOCK, Columns, scan
 from dl2gpu.trace.schema import (
     ANY,
-    COMMS,
     DTYPE_BYTES,
     EXIT,
     FLAG,
@@ -160,14 +160,7 @@ def _trace(jobs: list[Job], strings: StringTable) -> Trace:
         events=_roots(conform(events, "events")),
         jobs=_jobs_table(jobs),
         ranks=_ranks_table(jobs),
-        comms=pl.DataFrame(
-            {
-                "comm": [c.index for c in comms], "job": [c.job for c in comms],
-                "id": [c.id for c in comms], "name": [c.name for c in comms],
-                "desc": [c.desc for c in comms], "ranks": [c.ranks for c in comms],
-            },
-            schema=COMMS,
-        ),
+        comms=comms_table(comms),
         strings=strings.frame(),
     )  # fmt: skip
 

@@ -10,13 +10,20 @@ Source: FORMATS.md 3.2, 3.4, 3.6.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dl2gpu.trace.flight_recorder_comms import Comm, MemberLists, Members
-from dl2gpu.trace.inputs import Input, Status, TraceFile
+from dl2gpu.trace.flight_recorder_comms import (
+    Comm,
+    MemberLists,
+    Members,
+    give_ids,
+    in_order,
+    status_of,
+)
+from dl2gpu.trace.inputs import Input, TraceFile
 from dl2gpu.trace.kineto_align import align
 from dl2gpu.trace.kineto_kernel import NULL
 from dl2gpu.trace.kineto_names import members_of
@@ -107,19 +114,12 @@ def inputs(sources: Listed[Source]) -> list[Input]:
     """What became of each file."""
     out = []
     for s in sources:
-        status: Status = "read"
-        reason = None
-        if s.refused is not None:
-            status, reason = "quarantined", s.refused
-        elif s.ignored is not None:
-            status, reason = "ignored", s.ignored
-        elif s.damage:
-            n = s.profile.n if s.profile else 0
-            status, reason = "partial", f"{'; '.join(s.damage)}; {n} operations were read"
+        n = s.profile.n if s.profile else 0
+        status, reason = status_of(s, s.damage, f"{n} operations were read")
         out.append(
             Input(
                 path=s.file.path, status=status, reason=reason, format=FORMAT, job=s.job.name,
-                rank=s.rank, events=s.profile.n if s.profile and s.kept else 0,
+                rank=s.rank, events=n if s.kept else 0,
             )
         )  # fmt: skip
     return out
@@ -277,13 +277,13 @@ def _communicators(job: Job, lists: MemberLists) -> None:
     used = {id(c) for s in kept for c in (*s.comm_of, s.host_comm)}
     comms = sorted(
         (c for c in known.values() if c.ranks or id(c) in used),
-        key=lambda c: (_natural(c.name), c.desc, c.ranks),
+        key=in_order,
     )
     comms += _own_groups(kept, comms)
     if job.world_size is None:
         sizes = [len(c.ranks) for c in comms if c.desc == "default_pg"]
         job.world_size = max(sizes, default=None)
-    _name(comms)
+    give_ids(comms)
     job.comms = comms
 
 
@@ -347,21 +347,3 @@ def _one_sequence(mine: list[tuple[Source, int]]) -> bool:
         if hi - lo < 0.8 * min(len(first.signature), len(other.signature)) or (a != b).any():
             return False
     return True
-
-
-def _name(comms: list[Comm]) -> None:
-    """Ids that are unique in the job, by the rule of the Flight Recorder's reader."""
-    taken = {c.name for c in comms}
-    used = Counter(c.name for c in comms)
-    number: Counter[str] = Counter()
-    for c in comms:
-        c.id = c.name or "unnamed"
-        if used[c.name] > 1 or not c.name:
-            while (c.id in taken) or c.id == c.name:
-                c.id = f"{c.name or 'unnamed'}#{number[c.name]}"
-                number[c.name] += 1
-            taken.add(c.id)
-
-
-def _natural(name: str) -> tuple[int, int, str]:
-    return (0, int(name), name) if re.fullmatch(r"[0-9]{1,18}", name) else (1, 0, name)

@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from dl2gpu.trace.calls import LARGEST_GROUP, Call, Group, Record, Wait, assemble, natural
-from dl2gpu.trace.execution_trace import lost_nodes
-from dl2gpu.trace.execution_trace_nodes import Nodes, read_nodes, utf8
-from dl2gpu.trace.files import load_ahead, read_bytes
+from dl2gpu.trace.calls import (
+    LARGEST_GROUP,
+    Call,
+    Group,
+    Record,
+    Wait,
+    assemble,
+    natural,
+    records_of,
+)
+from dl2gpu.trace.execution_trace_nodes import Nodes, lost_nodes, read_nodes, utf8
+from dl2gpu.trace.files import read_bytes
 from dl2gpu.trace.flight_recorder_names import member_list, operation
-from dl2gpu.trace.inputs import Input, InputError, TraceFile
+from dl2gpu.trace.inputs import Input, TraceFile
 from dl2gpu.trace.schema import FLAG, Trace
 
 __all__ = ["FORMAT", "read"]
@@ -35,12 +43,7 @@ def read(
     Returns:
         The trace, and what became of each file, in the order of ``files``.
     """
-    records = []
-    for file, content in zip(files, load_ahead(files, load), strict=True):
-        if isinstance(content, InputError):
-            records.append(Record(file, refused=str(content)))
-        else:
-            records.append(_record(file, content))
+    records = records_of(files, load, _record)
     return assemble(records, FORMAT, load)
 
 

@@ -217,7 +217,7 @@ def test_which_processes_run() -> None:
 
 
 def test_settings_survive_the_environment() -> None:
-    settings = Settings("/tmp/x", "job", 5.0, None, True, False)
+    settings = Settings("records", "job", 5.0, None, True, False)
     env = environment(settings)
     assert Settings.of_environment(env) == settings
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(INJECTED)
@@ -230,7 +230,7 @@ def test_settings_survive_the_environment() -> None:
 
 def test_negative_times_are_refused() -> None:
     with pytest.raises(ValueError, match="expected seconds"):
-        Settings("/tmp/x", hang_s=-1)
+        Settings("records", hang_s=-1)
 
 
 def test_the_exit_status_is_the_programs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

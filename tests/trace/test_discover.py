@@ -24,6 +24,7 @@ from dl2gpu.trace.readers import READERS
 from dl2gpu.trace.sniff import classify
 
 NATIVE = b'{"kind":"header","format":"dl2gpu.trace","version":1,"job":"j","rank":0}\n'
+LOG = b"[rank3]: torch.distributed.DistBackendError: NCCL error\n"
 DUMP = pickle.dumps({"version": "2.9", "entries": [], "pg_config": {}}, 2)
 
 
@@ -506,6 +507,12 @@ def test_listing(tmp_path: Path) -> None:
     assert found["modified"].null_count() == 0
     path = tmp_path / "rank_0.jsonl"
     assert found.filter(path="rank_0.jsonl")["modified"].item() == path.stat().st_mtime_ns
+    put(tmp_path, {
+        "d/agent.log": LOG, "d/torchelastic/none_ab12cd34/attempt_0/3/stderr.log": LOG,
+        "d/logs/node0/out.log": LOG, "d/rank_0.jsonl": NATIVE,
+    })  # fmt: skip
+    found = listing(str(tmp_path))
+    assert set(found.filter(pl.col("path").str.starts_with("d/"))["unit"]) == {"folder d"}
     # whatever a scan reads is listed, and under one unit for a job
     files = discover([str(tmp_path)]).files
     units = dict(found.select("path", "unit").iter_rows())
