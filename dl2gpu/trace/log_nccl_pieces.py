@@ -307,46 +307,56 @@ _WHOLE: Final = rf"{_PREFIX} (?:{CALL}|.*{COMM}.*- ?(?:Init|Destroy|Abort) \w+)"
 
 
 def _nearest(heads: pl.DataFrame, tails: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame | None:
-    """Tails that make a whole line with a head before them, all with as few heads between."""
+    """Tails that make a whole line with a head before them, all with as few heads between.
+
+    Where a line would name a communicator that no whole line knows, the halves may be of two lines:
+    they are joined only if no tail makes a line on a communicator of its head's process.
+    """
     heads = heads.sort("file", "at").with_row_index("head").cast({"head": pl.Int64})
     before = tails.sort("file", "at").join_asof(
         heads.select("file", "at", "head"), on="at", by="file", check_sortedness=False
     )
-    for back in range(_TEAR):
-        near = (
-            before.with_columns(pl.col("head") - back)
-            .join(heads, on=["file", "head"], suffix="_head")
-            .filter(pl.col("line") - pl.col("line_head") <= _TEAR)
-        )
-        bare = pl.col("text").str.replace(_LABELLED, "")
-        joined = [
-            pl.concat_str("text_head", pl.lit(between), rest)
-            for rest in (pl.col("text"), bare)
-            for between in ("", " ")
-        ]
-        near = (
-            near.with_columns(
-                text=pl.coalesce(pl.when(j.str.contains(_WHOLE)).then(j) for j in joined)
-            )
-            .filter(pl.col("text").is_not_null())
-            .with_columns(pointer=pl.col("text").str.extract(_POINTER))
-        )
-        own = near.join(
-            owners.select("pointer", host_head="host", pid_head="pid"),
-            on=["pointer", "host_head", "pid_head"], how="semi",
-        )  # fmt: skip
-        unknown = near.join(owners, on="pointer", how="anti")
-        near = (
-            pl.concat([own, unknown])
-            .sort("file", "at")
-            .unique(["file", "at_head"], keep="first", maintain_order=True)
-            .drop("pointer")
-        )
-        if near.height:
-            return near.with_columns(
-                pl.col(f"{c}_head").alias(c) for c in ("line", "rank", "t", "more")
-            )
+    own = owners.select("pointer", host_head="host", pid_head="pid")
+    fitting: list[pl.DataFrame] = []
+    for known in (True, False):
+        for back in range(_TEAR):
+            if back == len(fitting):
+                fitting.append(_fitting(before, heads, back))
+            if known:
+                near = fitting[back].join(own, on=own.columns, how="semi")
+            else:
+                near = fitting[back].join(owners, on="pointer", how="anti")
+            if near.height:
+                return (
+                    near.sort("file", "at")
+                    .unique(["file", "at_head"], keep="first", maintain_order=True)
+                    .drop("pointer")
+                    .with_columns(
+                        pl.col(f"{c}_head").alias(c) for c in ("line", "rank", "t", "more")
+                    )
+                )
     return None
+
+
+def _fitting(before: pl.DataFrame, heads: pl.DataFrame, back: int) -> pl.DataFrame:
+    """Tails that make a whole line with the head that lies ``back`` before the nearest one."""
+    near = (
+        before.with_columns(pl.col("head") - back)
+        .join(heads, on=["file", "head"], suffix="_head")
+        .filter(pl.col("line") - pl.col("line_head") <= _TEAR)
+    )
+    bare = pl.col("text").str.replace(_LABELLED, "")
+    joined = [
+        pl.concat_str("text_head", pl.lit(between), rest)
+        for rest in (pl.col("text"), bare)
+        for between in ("", " ")
+    ]
+    whole = pl.coalesce(pl.when(j.str.contains(_WHOLE)).then(j) for j in joined)
+    return (
+        near.with_columns(text=whole)
+        .filter(pl.col("text").is_not_null())
+        .with_columns(pointer=pl.col("text").str.extract(_POINTER))
+    )
 
 
 _LABELLED: Final = (
