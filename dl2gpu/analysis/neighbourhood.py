@@ -132,10 +132,9 @@ class _Edges:
 
     @cached_property
     def kinds(self) -> Array:
-        """int64[comms]: a number for what each communicator is for; siblings have the same."""
-        kinds = np.asarray(self.names.comm_kinds)
-        out: Array = np.unique(kinds, return_inverse=True)[1] if len(kinds) else np.zeros(1, int)
-        return out
+        """int64[comms]: what each communicator is for; one element where there is none."""
+        kinds: Array = self.names.comm_kinds
+        return kinds if len(kinds) else np.zeros(1, np.int64)
 
     @staticmethod
     def of(names: Names, g: Graph) -> _Edges:

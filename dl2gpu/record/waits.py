@@ -34,13 +34,18 @@ def carries(tensor: Any, issued: list[Issued]) -> None:
     if issued:
         try:
             _storages[tensor.untyped_storage()._cdata] = issued
-        except (AttributeError, RuntimeError, NotImplementedError):
+        except _NO_STORAGE:
             return
         while len(_storages) > _MAX_STORAGES:  # results that nobody waits for
             _storages.pop(next(iter(_storages)))
 
 
 _MAX_STORAGES: Final = 4096
+_NO_STORAGE: Final = (AttributeError, RuntimeError, NotImplementedError)
+"""What PyTorch raises of a tensor without one (meta and fake tensors, some subclasses).
+
+There is then nothing by which a later wait could be told to be for it: it is not recorded as one.
+"""
 
 
 def carried_by(tensor: Any) -> list[Issued] | None:
@@ -49,7 +54,7 @@ def carried_by(tensor: Any) -> list[Issued] | None:
         return None
     try:
         return _storages.pop(tensor.untyped_storage()._cdata, None)
-    except (AttributeError, RuntimeError, NotImplementedError):
+    except _NO_STORAGE:
         return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from corpus import check, shared_folder
+from corpus import LOGS, check, scanned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nccl_writer import PREFIXES, Comm, Job, frame, interleaved
@@ -506,11 +506,8 @@ def test_a_communicator_told_by_size_that_does_not_agree_is_not_believed(tmp_pat
 
 
 def test_labelled_logs() -> None:
-    shared = shared_folder()
-    if shared is None or not (shared / "logs").is_dir():
-        pytest.skip("the labelled logs are not beside this checkout")
-    folders = sorted((shared / "logs").glob("[NR][0-9]*"))
-    report = scan([str(shared / "logs")])
+    folders = sorted(LOGS.glob("[NR][0-9]*"))
+    report = scanned(LOGS)
     failures = {
         f.name: failed
         for f in folders
