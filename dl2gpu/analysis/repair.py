@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -198,6 +198,7 @@ class _Job:
     base: pl.DataFrame
     strings: list[str]
     ids: dict[int, str]
+    _rows: dict[int, Row] = field(default_factory=dict)
 
     def at(self, steps: Iterable[Row]) -> list[int]:
         """Rows of the operations that a finding names, in its order, each once."""
@@ -214,7 +215,11 @@ class _Job:
         return [int(k) for k in found["k"]]
 
     def row(self, k: int) -> Row:
-        return self.base.row(k, named=True)
+        """The operation in a row of ``base``; not to be changed."""
+        row = self._rows.get(k)
+        if row is None:
+            row = self._rows[k] = self.base.row(k, named=True)
+        return row
 
     def name(self, k: int) -> str:
         row = self.row(k)
@@ -271,51 +276,50 @@ def _swap(j: _Job, pairs: Sequence[tuple[int, int]]) -> dict[int, Row | None]:
 
 def _swapped(j: _Job, hangs: Sequence[int]) -> Iterator[Candidate]:
     """Two operations of a rank change places: one that hangs, and one that others hang in."""
-    e = j.base
     pairs: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    waited = {b: (j.row(b)["comm"], _sort(j.row(b)["op"])) for b in hangs}
     for a in hangs:
-        wanted = {
-            (e["comm"][b], e["op"][b] if e["op"][b] >= OP["all_reduce"] else OP["send"])
-            for b in hangs if b != a
-        }  # fmt: skip
+        first = j.row(a)
+        wanted = {key for b, key in waited.items() if b != a}
         found: set[tuple[int, int]] = set()
         for b in j.behind(a):
-            op = e["op"][b] if e["op"][b] >= OP["all_reduce"] else OP["send"]
-            key = (e["comm"][b], e["op"][b])
-            differs = (e["op"][a], e["comm"][a], e["peer"][a]) != (
-                e["op"][b], e["comm"][b], e["peer"][b],
-            )  # fmt: skip
-            if differs and (e["comm"][b], op) in wanted and key not in found:
+            second = j.row(b)
+            key = (second["comm"], second["op"])
+            differs = any(first[c] != second[c] for c in ("op", "comm", "peer"))
+            if differs and (second["comm"], _sort(second["op"])) in wanted and key not in found:
                 found.add(key)
-                kind = (e["op"][a], e["comm"][a], e["op"][b], e["comm"][b])
-                pairs.setdefault(kind, []).append((a, b))
+                pairs.setdefault((first["op"], first["comm"], *reversed(key)), []).append((a, b))
     for same in pairs.values():
         for a, b in same:
-            words = f"on rank {e['rank'][a]}, call {j.name(b)} before {j.name(a)}"
+            words = f"on rank {j.row(a)['rank']}, call {j.name(b)} before {j.name(a)}"
             yield Candidate(words, 2, _swap(j, [(a, b)]))
         if len(same) > 1:
-            who = ranks(e["rank"][a] for a, _ in same)
+            who = ranks(j.row(a)["rank"] for a, _ in same)
             a, b = same[0]
             words = f"on {who}, call {_kind(j, b)} before {_kind(j, a)}"
             yield Candidate(words, 2 * len(same), _swap(j, same))
 
 
+def _sort(op: int) -> int:
+    """A collective by itself; sends and receives together."""
+    return op if op >= OP["all_reduce"] else OP["send"]
+
+
 def _kind(j: _Job, k: int) -> str:
     """The operation without its peer, for several ranks together."""
-    words = op_name(j.base["op"][k], j.strings)
-    return words if j.base["op"][k] < OP["wait"] else j.name(k)
+    words = op_name(j.row(k)["op"], j.strings)
+    return words if j.row(k)["op"] < OP["wait"] else j.name(k)
 
 
 def _pairs(j: _Job, hangs: Sequence[int]) -> list[tuple[int, int]]:
     """A send or receive that hangs, and the next message of the other way right behind it."""
-    e = j.base
     out = []
     for a in hangs:
-        if e["op"][a] not in (OP["send"], OP["recv"]) or e["group"][a] is not None:
+        if j.row(a)["op"] not in (OP["send"], OP["recv"]) or j.row(a)["group"] is not None:
             continue
         b = next(iter(j.behind(a)), None)
-        other = OP["recv"] if e["op"][a] == OP["send"] else OP["send"]
-        if b == a + 1 and e["op"][b] == other and e["group"][b] is None:
+        other = OP["recv"] if j.row(a)["op"] == OP["send"] else OP["send"]
+        if b == a + 1 and j.row(b)["op"] == other and j.row(b)["group"] is None:
             out.append((a, b))
     return out
 
@@ -332,11 +336,11 @@ def _batched(j: _Job, hangs: Sequence[int]) -> Iterator[Candidate]:
         }  # fmt: skip
 
     for pair in pairs:
-        rank = j.base["rank"][pair[0]]
+        rank = j.row(pair[0])["rank"]
         words = f"on rank {rank}, batch {j.name(pair[0])} with {j.name(pair[1])}"
         yield Candidate(words, 2, change([pair]))
     if len(pairs) > 1:
-        who = ranks(j.base["rank"][a] for a, _ in pairs)
+        who = ranks(j.row(a)["rank"] for a, _ in pairs)
         words = f"on {who}, batch the send with the receive next to it"
         yield Candidate(words, 2 * len(pairs), change(pairs))
 
@@ -347,15 +351,15 @@ def _unblocked(j: _Job, hangs: Sequence[int]) -> Iterator[Candidate]:
     fresh = int(e["request"].max() or 0) + 1  # type: ignore[arg-type]
     blank = dict.fromkeys(EVENTS)
     for a in hangs:
-        if e["op"][a] not in (OP["send"], OP["recv"]) or e["stream"][a] is not None:
+        if j.row(a)["op"] not in (OP["send"], OP["recv"]) or j.row(a)["stream"] is not None:
             continue
-        if not e["blocking"][a] or e["group"][a] is not None:
+        if not j.row(a)["blocking"] or j.row(a)["group"] is not None:
             continue
         behind = next(iter(j.behind(a)), a)
         row = j.row(a)
         wait = blank | {
             "job": row["job"], "rank": row["rank"], "lane": row["lane"],
-            "seq": int(e["seq"][behind]) + 1, "op": OP["wait"], "blocking": True,
+            "seq": int(j.row(behind)["seq"]) + 1, "op": OP["wait"], "blocking": True,
             "requests": [fresh], "mode": 0, "state": 0, "flags": 0,
         }  # fmt: skip
         words = f"on rank {row['rank']}, make {j.name(a)} non-blocking and wait for it "
@@ -374,9 +378,9 @@ def _left_out(j: _Job, hangs: Sequence[int], f: Finding) -> Iterator[Candidate]:
         return
     same: dict[tuple[Any, ...], list[int]] = {}
     for a in hangs:
-        same.setdefault((e["comm"][a], e["op"][a]), []).append(a)
+        same.setdefault((j.row(a)["comm"], j.row(a)["op"]), []).append(a)
     for some in same.values():
-        who = ranks(e["rank"][a] for a in some)
+        who = ranks(j.row(a)["rank"] for a in some)
         words = f"on {who}, leave out {_kind(j, some[0])}"
         yield Candidate(words, len(some), dict.fromkeys(some))
 

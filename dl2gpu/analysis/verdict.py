@@ -354,10 +354,21 @@ def _across_attempts(m: Matching, findings: list[Finding]) -> list[Finding]:
     return out
 
 
+_PICTURES: Final = ("graph", "timeline")
+"""Details that are large, and have no labels."""
+
+
+_UNTOLD: Final = frozenset({"label", *_PICTURES})
+
+
+def _pictures(f: Finding) -> dict[str, Any]:
+    return {k: f.details[k] for k in _PICTURES if k in f.details}
+
+
 def _plain(value: Any) -> Any:
     """Details without the labels that only the summary needs."""
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items() if k != "label"}
+        return {k: _plain(v) for k, v in value.items() if k not in _UNTOLD}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value
@@ -443,7 +454,7 @@ def _conclude(m: Matching, findings: list[Finding], open_jobs: set[int]) -> Anal
             )  # fmt: skip
             done = replace(done, summary=summary_of(done))
             row = {k: getattr(done, k) for k in done.__dataclass_fields__ if k != "origin"}
-            rows.append(row | {"details": _plain(done.details)})
+            rows.append(row | {"details": _plain(done.details) | _pictures(done)})
     out = jobs.select("job").with_columns(
         verdict=pl.Series(verdict, dtype=pl.String), deadlocked=pl.Series(dead, dtype=pl.Boolean)
     )
