@@ -25,7 +25,7 @@ from dl2gpu.planner.model import Model, Node
 from dl2gpu.planner.plan import Layout, Plan, problem_of
 from dl2gpu.planner.problem import Problem
 
-__all__ = ["NAMES", "baseline", "baselines"]
+__all__ = ["NAMES", "baseline", "baselines", "batch_split", "chosen", "megatron_split"]
 
 NAMES: Final = ("data parallel", "ZeRO-3", "Megatron", "two-dimensional", "pipeline")
 
@@ -33,11 +33,13 @@ Wanted = Callable[[Node], tuple[str, ...]]
 """Names of signatures for one dimension of the grid, the most wanted first."""
 
 
-def _batch(_: Node) -> tuple[str, ...]:
+def batch_split(_: Node) -> tuple[str, ...]:
+    """Data parallel."""
     return ("b", "whole")
 
 
-def _megatron(node: Node) -> tuple[str, ...]:
+def megatron_split(node: Node) -> tuple[str, ...]:
+    """Tensor parallel: products by columns, then by rows."""
     op = node.operator.name
     if op == "matmul":
         return {"column": ("o", "whole"), "row": ("i", "whole")}.get(node.role, ("whole",))
@@ -66,7 +68,8 @@ def _width(node: Node) -> tuple[str, ...]:
     return (wanted.get(node.operator.name, "whole"), "whole")
 
 
-def _chosen(p: Problem, wanted: tuple[Wanted, ...]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def chosen(p: Problem, wanted: tuple[Wanted, ...]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The choice of each node that is wanted most of those there are, for each dimension."""
     out = []
     for node, c in zip(p.tables.model.nodes, p.tables.nodes, strict=True):
         names = {c.name(k): k for k in range(len(c.signatures))}
@@ -85,17 +88,17 @@ def _square(n: int) -> tuple[int, int]:
 def _layouts(name: str, model: Model, cluster: Cluster) -> Iterator[tuple[Layout, list[Wanted]]]:
     n = cluster.devices
     if name in ("data parallel", "ZeRO-3"):
-        yield Layout(1, (n,), zero=3 if name == "ZeRO-3" else 0), [_batch]
+        yield Layout(1, (n,), zero=3 if name == "ZeRO-3" else 0), [batch_split]
     elif name == "Megatron":
         inner = cluster.per_node if cluster.per_node > 1 else _square(n)[1]
-        yield Layout(1, (n // inner, inner)), [_batch, _megatron]
+        yield Layout(1, (n // inner, inner)), [batch_split, megatron_split]
     elif name == "two-dimensional":
-        yield Layout(1, _square(n), zero=3), [_batch, _width]
+        yield Layout(1, _square(n), zero=3), [batch_split, _width]
     else:
         cuts = len(model.cuts())
         stages = max(s for s in range(1, n + 1) if n % s == 0 and s - 1 <= cuts)
         for times in (1, 2, 4, 8):
-            yield Layout(stages, (n // stages,), times * stages), [_batch]
+            yield Layout(stages, (n // stages,), times * stages), [batch_split]
 
 
 def baseline(name: str, model: Model, cluster: Cluster) -> Plan | None:
@@ -114,8 +117,8 @@ def baseline(name: str, model: Model, cluster: Cluster) -> Plan | None:
             p = problem_of(model, cluster, each)
             if p is None:
                 continue
-            chosen = _chosen(p, tuple(w for _, w in keep))
-            plan = Plan(each, p, chosen, p.seconds(chosen), 0.0)
+            choice = chosen(p, tuple(w for _, w in keep))
+            plan = Plan(each, p, choice, p.seconds(choice), 0.0)
             if not np.isfinite(plan.seconds):
                 continue
             if best is None or plan.seconds < best.seconds:

@@ -23,7 +23,7 @@ import polars as pl
 from dl2gpu.planner.convert import Step, conversions
 from dl2gpu.planner.costs import LOSS_WIDTH, shards
 from dl2gpu.planner.plan import Plan
-from dl2gpu.planner.sbp import local_size
+from dl2gpu.planner.sbp import State, local_size
 from dl2gpu.planner.schedule import Work, order, play
 from dl2gpu.trace.schema import (
     DTYPE_BYTES,
@@ -37,14 +37,15 @@ from dl2gpu.trace.schema import (
     conform,
 )
 
-__all__ = ["PHASES", "STREAMS", "Steps", "lower", "steps_of"]
+__all__ = ["PHASES", "STREAMS", "Blocks", "Steps", "lower", "row", "steps_of"]
 
 Array = npt.NDArray[Any]
 
 STREAMS: Final = ("scheme", "messages", "gradients")
 PHASES: Final = (
     "forward", "backward", "recompute", "gather_parameters", "loss", "reduce_gradients",
-    "send_activation", "send_gradient", "wait", "synchronize",
+    "send_activation", "send_gradient", "wait", "synchronize", "dispatch", "combine",
+    "gradient_norm", "mean_loss",
 )  # fmt: skip
 _PHASE: Final = {name: i for i, name in enumerate(PHASES)}
 _DTYPE: Final = {name: i for i, name in enumerate(DTYPE_BYTES)}
@@ -53,7 +54,8 @@ _COLUMNS: Final = (
     "op", "dim", "stream", "peer_stage", "batch", "count", "count_out", "dtype", "waits_for",
     "node", "phase", "microbatch",
 )  # fmt: skip
-"""Of a stage's step: ``dim`` is the dimension of the grid of the group (0: stages, -1: none);
+"""Of a stage's step: ``dim`` is the dimension of the grid of the group (0: stages, -1: none; one
+more than the last: all ranks);
 ``waits_for`` the place in the step of what a wait is for, -1: all, -2: no wait."""
 _ALL, _NO_WAIT = -1, -2
 
@@ -66,16 +68,17 @@ class Steps:
     of_stage: tuple[Array, ...]
 
 
-def _row(
+def row(
     op: str, phase: str, node: int, *, dim: int = -1, stream: int = 0, peer: int = -1,
     count: int = 0, count_out: int = -1, dtype: int = 0, waits_for: int = _NO_WAIT,
 ) -> tuple[int, ...]:  # fmt: skip
+    """An operation of a step, by ``_COLUMNS``; counts in elements."""
     return (
         OP[op], dim, stream, peer, -1, count, count_out, dtype, waits_for, node, _PHASE[phase], -1,
     )  # fmt: skip
 
 
-class _Blocks:
+class Blocks:
     """Collectives of forward and backward of each piece, and of the gradients of each stage."""
 
     def __init__(self, plan: Plan) -> None:
@@ -92,7 +95,7 @@ class _Blocks:
         self, steps: list[Step], phase: str, node: int, stream: int = 0
     ) -> list[tuple[int, ...]]:
         return [
-            _row(
+            row(
                 s.op, phase, node, dim=s.dim + 1, stream=stream, count=s.count_in,
                 count_out=s.count_out if s.count_out != s.count_in else -1, dtype=self.dtype,
             )
@@ -111,6 +114,10 @@ class _Blocks:
             return table.steps(b.gradient(j, e.operand), a.gradient(i, -1))
         return table.steps(a.state(i, -1), b.state(j, e.operand))
 
+    def gradient(self, node: int, operand: int) -> State:
+        """The state of a parameter's gradient, before it is reduced."""
+        return self.tables.nodes[node].gradient(int(self.plan.chosen[node]), operand)
+
     def _parameters(self, node: int) -> list[tuple[list[Step], list[Step], list[Step]]]:
         """Of each parameter: reduce its gradient; gather it after that; gather it before use."""
         n, c = self.model.nodes[node], self.tables.nodes[node]
@@ -120,7 +127,7 @@ class _Blocks:
             table = conversions(
                 n.shape(i), self.setting.grid, self.setting.links, self.model.precision.width
             )
-            gradient, whole = c.gradient(choice, i), c.state(choice, i)
+            gradient, whole = self.gradient(node, i), c.state(choice, i)
             parts = shards(table, gradient, whole, self.setting.zero)
             if parts is None:
                 out.append((table.steps(gradient, whole), [], []))
@@ -146,10 +153,19 @@ class _Blocks:
                 )  # fmt: skip
                 count = 2 * local // dict(n.sizes)[s.name] * cut
                 out.append(
-                    _row("all_reduce", "loss", node, dim=dim + 1, count=count, dtype=_DTYPE["f32"])
+                    row("all_reduce", "loss", node, dim=dim + 1, count=count, dtype=_DTYPE["f32"])
                 )
         assert DTYPE_BYTES["f32"] == LOSS_WIDTH
         return out
+
+    def entering(self, node: int, phase: str) -> list[tuple[int, ...]]:
+        """What is issued besides, where the operands of ``node`` are there, or its gradient is."""
+        del node, phase
+        return []
+
+    def ending(self) -> list[tuple[int, ...]]:
+        """What all ranks issue at the end of a step."""
+        return []
 
     def work(self, piece: int, *, backward: bool) -> Array:
         """The collectives of a piece, one microbatch."""
@@ -163,6 +179,7 @@ class _Blocks:
         def enter(node: int, phase: str) -> None:
             for edge in self.into[node]:
                 rows.extend(self._rows(self._tensor(edge, backward=False), phase, node))
+            rows.extend(self.entering(node, phase))
 
         if not backward:
             for node in nodes:
@@ -175,6 +192,7 @@ class _Blocks:
                     enter(node, "recompute")
             for node in reversed(nodes):
                 gather(node)
+                rows.extend(self.entering(node, "backward"))
                 for edge in reversed(self.into[node]):
                     steps = self._tensor(edge, backward=True)
                     rows.extend(self._rows(steps, "backward", node))
@@ -204,13 +222,14 @@ class _Blocks:
         raise ValueError(f"no tensor leaves piece {piece}")
 
 
-def steps_of(plan: Plan) -> Steps:
-    """One step of each stage.
+def steps_of(plan: Plan, blocks: Blocks | None = None) -> Steps:
+    """One step of each stage, of the plan's own blocks or of others.
 
     Raises:
         ScheduleError: the schedule cannot be carried out.
     """
-    p, blocks = plan.problem, _Blocks(plan)
+    p = plan.problem
+    blocks = blocks or Blocks(plan)
     pieces_in_all = p.stages * p.pieces
     orders = order(p.schedule, p.stages, p.microbatches, p.pieces)
     times, messages = play(orders, pieces_in_all)
@@ -232,7 +251,7 @@ def steps_of(plan: Plan) -> Steps:
             at = step.exchange(mine[stage], at, start, carried, blocks.dtype)
             step.compute(works[work.piece, work.backward], work.microbatch)
         step.exchange(mine[stage], at, None, carried, blocks.dtype)
-        step.finish(blocks.gradients(stage))
+        step.finish(blocks.gradients(stage), blocks.ending())
         out.append(np.concatenate(step.parts))
     return Steps(_COLUMNS, tuple(out))
 
@@ -252,8 +271,8 @@ class _Step:
         self.size += len(rows)
 
     def _wait(self, place: int, stream: int, node: int) -> None:
-        row = _row("wait", "wait", node, stream=stream, waits_for=place)
-        self._add(np.array([row], np.int64))
+        one = row("wait", "wait", node, stream=stream, waits_for=place)
+        self._add(np.array([one], np.int64))
 
     def compute(self, rows: Array, microbatch: int) -> None:
         if len(rows):
@@ -276,7 +295,7 @@ class _Step:
                 node, ahead, back = carried[work.piece - work.backward]
                 phase = "send_gradient" if work.backward else "send_activation"
                 rows.append(
-                    _row(
+                    row(
                         "send" if sends else "recv", phase, node, dim=0, stream=1, peer=other,
                         count=back if work.backward else ahead, dtype=dtype,
                     )
@@ -293,17 +312,19 @@ class _Step:
             first = self.size
             self._add(block)
             for k, (*_, sends) in enumerate(mine[at:end]):
-                if not sends:
+                if not sends:  # what waits for the first stream from here on, waits for this
                     self._wait(first + k, 0, rows[k][_COLUMNS.index("node")])
-                    self.last_compute = self.size - 1
+                    self.last_compute = first + k
             at = end
         return at
 
-    def finish(self, gradients: Array) -> None:
+    def finish(self, gradients: Array, ending: list[tuple[int, ...]]) -> None:
+        late = np.array(ending, np.int64).reshape(-1, len(_COLUMNS))
+        gradients = np.concatenate([gradients, late])
         if len(gradients) and self.last_compute >= 0:
             self._wait(self.last_compute, 2, -1)
         self._add(gradients)
-        end = _row("wait", "synchronize", -1, stream=-1, waits_for=_ALL)
+        end = row("wait", "synchronize", -1, stream=-1, waits_for=_ALL)
         self._add(np.array([end], np.int64))
 
 
@@ -313,12 +334,14 @@ class _Step:
 START_NS: Final = 1_760_000_000_000_000_000
 
 
-def lower(plan: Plan, steps: int = 1, name: str | None = None) -> Trace:
+def lower(
+    plan: Plan, steps: int = 1, name: str | None = None, blocks: Blocks | None = None
+) -> Trace:
     """The whole program of a job that runs the plan, ``steps`` times its step.
 
     The jobs of other plans are joined by :func:`dl2gpu.trace.schema.concat`.
     """
-    made = steps_of(plan).of_stage
+    made = steps_of(plan, blocks).of_stage
     layout, model = plan.layout, plan.problem.tables.model
     ranks, plane = layout.ranks, prod(layout.grid)
     length = np.array([len(s) for s in made])
@@ -432,7 +455,8 @@ def _communicators(shape: tuple[int, ...]) -> tuple[pl.Series, Array, pl.DataFra
     """
     total = prod(shape)
     where = np.arange(total, dtype=np.int32).reshape(shape)
-    of = np.full((len(shape), total), -1, np.int64)
+    of = np.full((len(shape) + 1, total), -1, np.int64)
+    of[-1] = 0
     ids, about = ["world"], ["default group"]
     members, sizes = [where.ravel()], [np.array([total])]
     for dim, size in enumerate(shape):
