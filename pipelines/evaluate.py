@@ -50,6 +50,9 @@ class Job:
     """Exactly these ranks are named; None: not said."""
     including: frozenset[int]
     excluding: frozenset[int]
+    circle: bool = False
+    """Where it is told as a circle, all of its ranks may be named, those of ``culprits`` among
+    them."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,15 @@ class Suite:
     jobs: tuple[Job, ...]
 
 
-def suites(shared: Path | None, fleet: Path | None = None) -> list[Suite]:
+def suites(
+    shared: Path | None, fleet: Path | None = None, models: Path | None = None
+) -> list[Suite]:
     """All suites that are there.
 
     Args:
         shared: folder of the labelled data beside the checkout; None: there is none.
         fleet: folder for a generated fleet; None: none is made.
+        models: folder for the generated suites of datasets/suites; None: none is made.
     """
     found = [
         ("live", ROOT / "datasets" / "live" / "traces", ""),
@@ -83,7 +89,33 @@ def suites(shared: Path | None, fleet: Path | None = None) -> list[Suite]:
     out = [Suite(name, folder, tuple(_labels(folder, form))) for name, folder, form in found]
     if fleet is not None:
         out.append(_fleet(fleet))
+    if models is not None:
+        for path in sorted((ROOT / "datasets" / "suites").glob("*.toml")):
+            out += _models(path, models / path.stem)
     return [s for s in out if s.jobs]
+
+
+def _models(definition: Path, folder: Path) -> list[Suite]:
+    """A generated suite, as one for each form of its files."""
+    import polars as pl
+
+    command = [sys.executable, "-m", "dl2gpu", "generate", "suite", str(definition), str(folder)]
+    subprocess.run(command, check=True, capture_output=True)  # noqa: S603 - of this program
+    by_form: dict[str, list[Job]] = {}
+    for r in pl.read_parquet(folder / "labels.parquet").to_dicts():
+        everybody, suspects = frozenset(range(r["ranks"])), r["suspects"]
+        by_form.setdefault(r["form"], []).append(
+            Job(
+                r["job"], r["model"], r["deadlocked"], tuple(r["kinds"]), (),
+                None if r["culprits"] is None else frozenset(r["culprits"]), frozenset(),
+                frozenset() if suspects is None else everybody - frozenset(suspects), circle=True,
+            )
+        )  # fmt: skip
+    forms = {"parquet": "", "fr": ", Flight Recorder", "kineto": ", Kineto"}
+    return [
+        Suite(f"{definition.stem}{forms[form]}", folder / form, tuple(jobs))
+        for form, jobs in sorted(by_form.items(), reverse=True)
+    ]  # fmt: skip
 
 
 def _labels(folder: Path, form: str) -> Iterator[Job]:
@@ -245,6 +277,9 @@ class Outcome:
         return "; ".join(wrong) or None
 
 
+_CIRCLES: Final = frozenset({"cycle", "order_inversion", "init_cycle"})
+
+
 def judged(job: Job, said: Said | None, *, names_kinds: bool = True) -> Outcome:
     """Holds what an analyzer says of a job against its label."""
     if said is None:
@@ -262,9 +297,11 @@ def judged(job: Job, said: Said | None, *, names_kinds: bool = True) -> Outcome:
     culprits = None
     if names_kinds or said.culprits:
         wrong = said.culprits & job.excluding
-        if job.culprits is not None:
+        if job.circle and said.kinds & _CIRCLES:
+            culprits = (job.culprits or frozenset()) <= said.culprits
+        elif job.culprits is not None:
             culprits = said.culprits == job.culprits
-        elif job.including or wrong:
+        elif job.including or wrong or job.circle:
             culprits = job.including <= said.culprits and not wrong
     return Outcome(job, said, deadlock, kind, culprits)
 
@@ -400,12 +437,16 @@ def main(
         Path, typer.Option(envvar="DL2GPU_SHARED", help="Labelled data beside the checkout.")
     ] = ROOT.parent / "shared",
     fleet: Annotated[bool, typer.Option(help="Generate and scan a fleet, too.")] = True,
+    models: Annotated[
+        bool, typer.Option(help="Generate and scan the suites of datasets/suites, too.")
+    ] = True,
 ) -> None:
     """Scan labelled suites and say how often the verdict is right."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "fleet" if fleet and (not suite or "fleet" in suite) else None
         table: list[Row] = []
-        for one in suites(shared if shared.is_dir() else None, made):
+        real = Path(folder) / "models" if models else None
+        for one in suites(shared if shared.is_dir() else None, made, real):
             if suite and one.name not in suite:
                 continue
             table += rows(one, "dl2gpu", ours(one))
