@@ -83,6 +83,12 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
         "hangs_at": tuple(names.operation(e) for e in at),
         "deadlocked": True,
     }
+    if _aligned_by_guess(p, cause):
+        everyone = tuple(sorted(set(cause.waiting) | set(cause.ranks)))
+        return Finding(
+            kind="insufficient_evidence", reason="lost_window", victims=everyone,
+            **base | {"evidence": "inferred", "cycle": (), "deadlocked": None},
+        )  # fmt: skip
     if unpaired:
         owners = _owners(p, names, unpaired)
         return Finding(
@@ -131,6 +137,18 @@ def _cycle(p: Program, names: Names, g: Graph, cause: Cause, level: str) -> Find
         reason=reason,
         **base,
     )
+
+
+def _aligned_by_guess(p: Program, cause: Cause) -> bool:
+    """Does a circle rest on which send belongs to which receive, where that cannot be told?
+
+    Of a channel of which a window is lost, open messages are aligned from the first that is there;
+    if open ones are lost as well, the others are set against the wrong partners. A message that has
+    no partner at all depends on no alignment.
+    """
+    nodes = p.matching.nodes[cause.nodes]
+    both = nodes["present"] >= nodes["need"]
+    return bool((nodes["cut"].fill_null(False) & (nodes["kind"] == KIND["message"]) & both).any())
 
 
 _LOOKED_AT: Final = 256

@@ -203,6 +203,7 @@ def standstill(
         .filter(~pl.col("blocks") & (pl.col("need") >= 0))
         .sort("job", "node")
     )
+    busy = _busy_units(p, unit, ~done)
     out: list[Finding] = []
     certain = {f.job for f in findings if f.deadlocked}
     explained = {f.job for f in findings if f.kind != "insufficient_evidence"}
@@ -210,14 +211,11 @@ def standstill(
         old = stale.get(job, set())
         mine = nodes.filter(pl.col("job") == job)
         split = mine.filter((pl.col("finished") > 0) | (pl.col("passed") > 0))
-        held = (
-            set(split["ranks"].explode(empty_as_null=False).to_list()) - old
-            if split.height
-            else set()
-        )
-        if held and job not in certain:
-            at = _events_at(p, split["node"].to_list(), head & pending)
-            out.append(_device(p, names, job, held, [e for e in at if int(p.rank_of[e]) in held]))
+        at = _events_at(p, split["node"].to_list(), head & pending)
+        at = [e for e in at if int(p.rank_of[e]) not in old and unit[e] not in busy]
+        if at and job not in certain:
+            held = {int(p.rank_of[e]) for e in at}
+            out.append(_device(p, names, job, held, at))
             continue
         if job in explained:
             continue
@@ -247,6 +245,21 @@ def standstill(
             )
         )
     return out
+
+
+def _busy_units(p: Program, unit: Array, open_: Array) -> set[int]:
+    """Batches of which a message is still open on its other side: they end with the last of them.
+
+    That the other side of one message is through does not mean that the device of the batch is
+    what holds it back.
+    """
+    m = p.matching
+    rows = m.events.select("node", unit=pl.Series(unit)).filter(
+        pl.Series(open_) & (pl.col("unit") >= 0) & (pl.col("node") >= 0)
+    )
+    others = rows.join(m.nodes.select("node", "finished", "passed"), on="node")
+    open_there = (pl.col("finished") == 0) & (pl.col("passed") == 0)
+    return set(others.filter(open_there)["unit"].to_list())
 
 
 def _events_at(p: Program, nodes: list[int], mask: Array) -> list[int]:

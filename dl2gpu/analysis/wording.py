@@ -97,6 +97,11 @@ def _unclear(f: Finding, at: str, waiting: str) -> str:
             f"{_start(others)} {'stands' if len(f.victims) == 1 else 'stand'} at {at} where the "
             "profile ends; what pends there may have completed later."
         )
+    if f.reason == "lost_window":
+        return (
+            f"{_start(ranks_text(f.victims))} {'waits' if len(f.victims) == 1 else 'wait'} at {at}; which of "
+            "their messages belong together cannot be told, since dumps have lost their beginning."
+        )
     if f.reason == "few_ranks":
         n, of = f.details["present"], f.details["world"]
         return (
