@@ -207,6 +207,7 @@ def standstill(
     out: list[Finding] = []
     certain = {f.job for f in findings if f.deadlocked}
     explained = {f.job for f in findings if f.kind != "insufficient_evidence"}
+    behind = _behind(p, fix, ~done, {f.job for f in findings} - explained)
     for job in nodes["job"].unique().sort():
         old = stale.get(job, set())
         mine = nodes.filter(pl.col("job") == job)
@@ -223,6 +224,7 @@ def standstill(
             (pl.col("finished") == 0)
             & (pl.col("passed") == 0)
             & (pl.col("standing") >= pl.col("present"))
+            & ~pl.col("node").is_in(behind)
         )
         at = [
             e
@@ -245,6 +247,44 @@ def standstill(
             )
         )
     return out
+
+
+def _behind(p: Program, fix: Fixpoint, open_: Array, jobs: set[int]) -> list[int]:
+    """Nodes with everything they need, of which a member was held up before it came to them.
+
+    Where a source does not record what one stream waits for on another, an operation that was
+    issued after one that waits may well wait for it. What was issued before is in flight by itself.
+
+    Args:
+        p: the jobs.
+        fix: how far they come.
+        open_: bool[events], not complete by the states.
+        jobs: those with something that waits.
+    """
+    m = p.matching
+    silent = m.prepared.jobs.filter(~pl.col("waits").fill_null(False))["job"]
+    rows = (
+        m.events.select("job", "rank", "lane", "seq", "node")
+        .with_columns(open=pl.Series(open_), waits=pl.Series(open_ & ~fix.completed & fix.issued))
+        .filter(pl.col("job").is_in(sorted(jobs)) & pl.col("job").is_in(silent.implode()))
+        .sort("job", "rank", "lane", "seq")
+        .with_columns(at=pl.int_range(pl.len()).over("job", "rank"))
+    )
+    parts = rows.filter(pl.col("open") & (pl.col("node") >= 0)).select("job", "rank", "node", "at")
+    first = rows.filter("waits").group_by("job", "rank").agg(first=pl.col("at").min())
+    held: set[int] = set()
+    while True:
+        later = parts.join(first, on=["job", "rank"]).filter(pl.col("at") > pl.col("first"))
+        found = set(later["node"].to_list())
+        if found <= held:
+            return sorted(held)
+        held |= found
+        of_held = parts.filter(pl.col("node").is_in(sorted(held)))
+        first = (
+            pl.concat([first, of_held.select("job", "rank", first="at")])
+            .group_by("job", "rank")
+            .agg(pl.col("first").min())
+        )
 
 
 def _busy_units(p: Program, unit: Array, open_: Array) -> set[int]:

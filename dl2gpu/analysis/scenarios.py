@@ -25,7 +25,7 @@ from dl2gpu.analysis.waitfor import Graph, stands_at
 from dl2gpu.trace.schema import EXIT
 
 __all__ = [
-    "ONE_QUEUE", "OTHER_MATCH", "as_potential", "only_unbuffered", "plausible",
+    "ONE_QUEUE", "OTHER_MATCH", "SHARED_QUEUE", "as_potential", "only_unbuffered", "plausible",
     "smallest_safe_buffer", "still_stuck",
 ]  # fmt: skip
 
@@ -135,6 +135,12 @@ def as_potential(f: Finding, condition: str, details: dict[str, Any] | None = No
 ONE_QUEUE: Final = (
     "only if the streams of a rank share one hardware queue, a launch queue fills, or a host "
     "synchronisation comes between"
+)
+
+
+SHARED_QUEUE: Final = (
+    "if the communicators share a queue of the device, which no dump tells: all ranks have come, "
+    "and nothing completes"
 )
 
 

@@ -35,7 +35,7 @@ from dl2gpu.analysis.windows import within_windows
 from dl2gpu.analysis.wording import advice_for, summary_of
 from dl2gpu.engine.base import Engine
 from dl2gpu.engine.choose import engine_of
-from dl2gpu.trace.schema import Trace
+from dl2gpu.trace.schema import STATE, Trace
 
 __all__ = ["Analysis", "Finding", "analyse"]
 
@@ -114,7 +114,8 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
             if not made:
                 open_jobs.add(cause.job)
         findings = pictured(names, findings)
-        findings += observed.standstill(p, names, fix, findings, stale)
+        still = observed.standstill(p, names, fix, findings, stale)
+        findings += _in_one_queue(p, names, still)
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
     # program order: the replay decides; then the readings that the order leaves open
@@ -163,6 +164,37 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
     findings = with_repairs(m.prepared.trace, findings, m.prepared.engine)
     findings += [replace(f, fingerprint=fingerprint(f)) for f in told]
     return _conclude(m, findings, open_jobs)
+
+
+_MESSAGES: Final = ("send", "recv", "sendrecv", "probe")
+
+
+def _in_one_queue(p: Program, names: Names, still: list[Finding]) -> list[Finding]:
+    """``still``; of jobs in flight, what stops them if the streams of a device are one queue.
+
+    All have come, all agree, and nothing completes: if collectives of several communicators were
+    entered in other orders, and none has started that would have to wait in one queue, then that is
+    what they wait for. Whether the communicators do share a queue, no dump says.
+    """
+    flying = {f.job for f in still if f.kind == "in_flight"}
+    if not flying:
+        return still
+    m = p.matching
+    started = (m.events["state"] == STATE["started"]).fill_null(False).to_numpy()
+    one = run(p, Scenario(atomic_batch=True, one_stream=True), np.array(sorted(flying), np.int32))
+    job_of = m.events["job"].to_numpy()
+    refuted = set(job_of[started & one.issued & ~one.started].tolist())
+    graph = build_graph(p, one)
+    found: list[Finding] = []
+    for cause in find_causes(graph):
+        if cause.job in refuted:
+            continue
+        for f in findings_of(p, names, graph, cause, "inferred", {}):
+            collectives = not any(h["op"] in _MESSAGES for h in f.hangs_at)
+            if f.kind == "order_inversion" and collectives:
+                found.append(replace(f, condition=scenarios.SHARED_QUEUE, deadlocked=None))
+    told = {f.job for f in found}
+    return [f for f in still if f.kind != "in_flight" or f.job not in told] + pictured(names, found)
 
 
 def _unexplained(

@@ -44,7 +44,8 @@ def summary_of(f: Finding) -> str:
         steps = [s for s in f.cycle if s["op"] != "wait"] or list(f.hangs_at)
         seen = dict.fromkeys(f"rank {s['rank']} in {s['op']} of {s['label']}" for s in steps)
         more = f" and {len(seen) - 4} more" if len(seen) > 4 else ""
-        return f"{_CIRCLES[f.kind]}: {'; '.join(list(seen)[:4])}{more}."
+        circle = f"{_CIRCLES[f.kind]}: {'; '.join(list(seen)[:4])}{more}"
+        return f"{circle}, {f.condition}." if f.condition else f"{circle}."
     if f.kind == "mismatch":
         sides = " against ".join(_side(c) for c in f.details.get("signatures", [])[:3])
         aspects = ", ".join(f.details.get("aspects", [])) or "call"
@@ -98,9 +99,10 @@ def _unclear(f: Finding, at: str, waiting: str) -> str:
             "profile ends; what pends there may have completed later."
         )
     if f.reason == "lost_window":
+        wait = "waits" if len(f.victims) == 1 else "wait"
         return (
-            f"{_start(ranks_text(f.victims))} {'waits' if len(f.victims) == 1 else 'wait'} at {at}; which of "
-            "their messages belong together cannot be told, since dumps have lost their beginning."
+            f"{_start(ranks_text(f.victims))} {wait} at {at}; which of their messages belong "
+            "together cannot be told, since dumps have lost their beginning."
         )
     if f.reason == "few_ranks":
         n, of = f.details["present"], f.details["world"]

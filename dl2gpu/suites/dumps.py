@@ -60,7 +60,8 @@ def _calls(trace: Trace, settled: Settled) -> _Calls:
             message=pl.col("op").is_in([_SEND, _RECV]),
             dtype=pl.col("dtype").replace_strict(names, return_dtype=pl.String, default=None),
             created=pl.col("t_created") + pl.col("rank") * 7,
-            batched=pl.col("group").is_not_null(),
+            # as batch_isend_irecv issues them: a message alone is a batch as well
+            batched=pl.col("op").is_in([_SEND, _RECV]),
         )
         .with_columns(
             opens=pl.col("group").is_null()
