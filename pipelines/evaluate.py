@@ -25,6 +25,8 @@ from typing import Annotated, Final
 
 import typer
 
+from pipelines import nondeterministic
+
 __all__ = ["Job", "Outcome", "Row", "Suite", "judged", "main", "rows", "suites"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -65,7 +67,10 @@ class Suite:
 
 
 def suites(
-    shared: Path | None, fleet: Path | None = None, models: Path | None = None
+    shared: Path | None,
+    fleet: Path | None = None,
+    models: Path | None = None,
+    wanted: Sequence[str] = (),
 ) -> list[Suite]:
     """All suites that are there.
 
@@ -73,6 +78,7 @@ def suites(
         shared: folder of the labelled data beside the checkout; None: there is none.
         fleet: folder for a generated fleet; None: none is made.
         models: folder for the generated suites of datasets/suites; None: none is made.
+        wanted: names of suites; of others none is generated. Nothing: all are.
     """
     found = [
         ("live", ROOT / "datasets" / "live" / "traces", ""),
@@ -90,8 +96,10 @@ def suites(
     if fleet is not None:
         out.append(_fleet(fleet))
     if models is not None:
+        names = {name.partition(",")[0] for name in wanted}
         for path in sorted((ROOT / "datasets" / "suites").glob("*.toml")):
-            out += _models(path, models / path.stem)
+            if not wanted or path.stem in names:
+                out += _models(path, models / path.stem)
     return [s for s in out if s.jobs]
 
 
@@ -446,18 +454,24 @@ def main(
         made = Path(folder) / "fleet" if fleet and (not suite or "fleet" in suite) else None
         table: list[Row] = []
         real = Path(folder) / "models" if models else None
-        for one in suites(shared if shared.is_dir() else None, made, real):
+        for one in suites(shared if shared.is_dir() else None, made, real, suite or ()):
             if suite and one.name not in suite:
                 continue
             table += rows(one, "dl2gpu", ours(one))
             if peer and one.name == "Flight Recorder":
                 table += rows(one, "torchfrtrace", torchfrtrace(one, peer))
-    if not table:
+    cells = nondeterministic.explored() if not suite or "nondeterministic" in suite else []
+    if not table and not cells:
         raise SystemExit("no labelled suite of this name here")
-    text = markdown(table)
+    text = (markdown(table) if table else "") + (
+        f"\n## Nondeterministic programs\n\n{nondeterministic.markdown(cells)}" if cells else ""
+    )
     print(text)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
+        if cells:
+            nondeterministic.write_csv(cells, out / "nondeterministic.csv")
+            (out / "nondeterministic.svg").write_text(nondeterministic.picture(cells), "utf-8")
         (out / "evaluation.md").write_text(text, "utf-8")
         (out / "evaluation.svg").write_text(plot(table), "utf-8")
         with (out / "evaluation.csv").open("w", newline="", encoding="utf-8") as stream:

@@ -44,7 +44,7 @@ class Program:
     """A program, what is tried of it, and how often it deadlocks.
 
     Attributes:
-        about: what it stands for, a sentence.
+        about: what it stands for.
         ranks: the lines of each rank: communicators and operations.
         exact: the probability of a deadlock, by (buffer, fusion).
         buffers, fusions: the rows and columns of its table.
@@ -127,9 +127,10 @@ def _exchange(messages: int, size: int, gradients: int, fusions: tuple[int, ...]
         made.append(tuple(rank.lines))
     count = _agree(2, gradients) if gradients else lambda _: Fraction(0)
     need = messages * size
+    after = f", then {gradients} gradients in any ready order" if gradients else ""
     return Program(
-        f"A pipeline of two stages in which both send {messages} activations of {size // MIB} MiB "
-        "before they receive" + (f", then {gradients} gradients in any ready order" * (gradients > 0)),
+        f"Two pipeline stages that both send {messages} activations of {size // MIB} MiB before "
+        f"they receive{after}",
         tuple(made), lambda buffer, fused: Fraction(1) if buffer < need else count(fused),
         (0, *(k * size for k in range(1, messages + 1)), INFINITE), fusions,
         order="random" if gradients else "recorded",

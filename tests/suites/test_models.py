@@ -242,7 +242,7 @@ def test_definitions_of_the_repository() -> None:
     assert (min(ranks), max(ranks)) == (8, 4096)
     for one in found.values():
         for entry in one.entries:
-            assert load(entry.model)
+            assert load(entry.model).nodes
 
 
 @pytest.mark.parametrize(
