@@ -35,7 +35,7 @@ _LEAST_EVENTS: Final = 200_000
 _LEAST_SCENARIOS: Final = 4
 """Cells of a job from which on lock step is faster, however little they have in common."""
 
-_MOST_EVENTS: Final = 1 << 23
+_MOST_EVENTS: Final = 1 << 22
 """Events of a job that is replayed in lock step: each takes some 170 bytes."""
 
 
