@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from dl2gpu.engine.native import helper
+from dl2gpu.engine.native_bits import natural
 
 # --- columns of a scenario (a row of integers); behind the last come the choices that are given
 EAGER_BYTES: Final = 0
@@ -63,7 +64,7 @@ PROBES: Final = 5
 @helper(forceinline=True)
 def satisfy(sats: Any, n: Any, satisfied: Any, part: Any) -> Any:
     """Puts a part on the stack of satisfied parts, once. ``part``: 4 event + 2 layer + half."""
-    e = part >> 2
+    e = natural(part >> 2)
     bit = np.uint8(1 << (part & 3))
     if satisfied[e] & bit:
         return n

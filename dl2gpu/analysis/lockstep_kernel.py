@@ -45,7 +45,7 @@ from dl2gpu.analysis.replay_kernel import (
 )
 from dl2gpu.engine.arrays import Array
 from dl2gpu.engine.native import Bools, Int8s, Int32s, Int64s, UInt8s, helper, kernel
-from dl2gpu.engine.native_bits import lowest
+from dl2gpu.engine.native_bits import lowest, natural, soon
 
 __all__ = ["LEFT", "SCENARIOS", "run", "scratch"]
 
@@ -118,6 +118,9 @@ UNIT_WORDS: Final = 3
 READY: Final = 0  # all members are
 SATISFIED: Final = 1  # all their parts are
 PASSED: Final = 2  # it is complete
+
+AHEAD: Final = 6
+"""Events of a lane by which memory is asked before they come."""
 
 KEYS: Final = 1 << 18
 """Places in the order of steps: three levels of words."""
@@ -417,7 +420,7 @@ def reach(e: Any, come: Any, program: Any, state: Any, ends: Any, first: Any, th
 @helper(forceinline=True)
 def start(e: Any, come: Any, state: Any, starts: Any, n: Any) -> Any:
     """Puts an event on the list of those that start, once. Returns the list's length."""
-    at = STATE * e
+    at = STATE * natural(e)
     if come & ~state[at + TO_START] == 0:
         return n
     if state[at + TO_START] == state[at + STARTED]:
@@ -430,7 +433,7 @@ def start(e: Any, come: Any, state: Any, starts: Any, n: Any) -> Any:
 @helper(forceinline=True)
 def finish(e: Any, come: Any, state: Any, comps: Any, n: Any) -> Any:
     """Puts an event on the list of those that complete, once. Returns the list's length."""
-    at = STATE * e
+    at = STATE * natural(e)
     if come & ~state[at + DONE] == 0:
         return n
     if state[at + DONE] == state[at + FINISHED]:
@@ -647,7 +650,7 @@ def run(
     low = 0
     while low < n_cells:
         j = cells[3 * low]
-        e0, e1 = job_event[j], job_event[j + 1]
+        e0, e1 = natural(job_event[j]), job_event[j + 1]
         lane0, lane1 = job_lane[j], job_lane[j + 1]
         queue0, queue1 = job_queue[j], job_queue[j + 1]
         events = e1 - e0
@@ -710,10 +713,11 @@ def run(
             state[STATE * (queue_first[queue] - e0) + FRONT] = every
 
         while True:
+            n_start, n_comp = natural(n_start), natural(n_comp)
             if n_start > 0:
                 # --- an event starts
                 n_start -= 1
-                e = starts[n_start]
+                e = natural(starts[n_start])
                 at = STATE * e
                 here = PROGRAM * e
                 come = state[at + TO_START] & ~state[at + STARTED]
@@ -750,7 +754,7 @@ def run(
                         continue
                     one = NODES * node
                     what = nodes[one + KIND]
-                    w = nodes[one + WORDS]
+                    w = natural(nodes[one + WORDS])
                     if kind == PROBE:
                         n_comp = meet(
                             e, 0, come & words[w], program, state, second, units, unit_words,
@@ -761,7 +765,7 @@ def run(
                         words[w] |= come
                         if what & PROBED:
                             for x in range(nodes[one + PART], nodes[one + PART + 1]):
-                                other = (node_part[x] >> 1) - e0
+                                other = natural((node_part[x] >> 1) - e0)
                                 if program[PROGRAM * other + ROLE] == PROBE:
                                     n_comp = meet(
                                         other, 0, come & state[STATE * other + STARTED], program,
@@ -787,7 +791,7 @@ def run(
                         arrive &= ~early
                         if kind == ROOT:
                             for x in range(nodes[one + PART], nodes[one + PART + 1]):
-                                other = (node_part[x] >> 1) - e0
+                                other = natural((node_part[x] >> 1) - e0)
                                 n_comp = meet(
                                     other, 0, early & come & state[STATE * other + STARTED],
                                     program, state, second, units, unit_words, words, comps,
@@ -809,7 +813,7 @@ def run(
                     if arrive != 0:
                         # rules 3 and 5: all have come
                         for x in range(nodes[one + PART], nodes[one + PART + 1]):
-                            other = (node_part[x] >> 1) - e0
+                            other = natural((node_part[x] >> 1) - e0)
                             if program[PROGRAM * other + ROLE] != PROBE:
                                 n_comp = meet(
                                     other, node_part[x] & 1, arrive, program, state, second,
@@ -818,7 +822,7 @@ def run(
             elif n_comp > 0:
                 # --- an event completes
                 n_comp -= 1
-                e = comps[n_comp]
+                e = natural(comps[n_comp])
                 at = STATE * e
                 here = PROGRAM * e
                 come = state[at + DONE] & ~state[at + FINISHED]
@@ -851,7 +855,7 @@ def run(
                 gathered = program[here + GATHERED]
                 while x < upto or gathered >= 0:
                     if x < upto:
-                        wait = dep_wait[x] - e0
+                        wait = natural(dep_wait[x] - e0)
                         x += 1
                     else:
                         wait = gathered
@@ -871,11 +875,13 @@ def run(
                     n_comp = finish(wait, free, state, comps, n_comp)
             elif there[(KEYS >> 6) + (KEYS >> 12)] != 0:
                 # --- rule 1: a host goes on, the hindmost first
-                word = lowest(there[(KEYS >> 6) + (KEYS >> 12)])
+                word = natural(lowest(there[(KEYS >> 6) + (KEYS >> 12)]))
                 above = (KEYS >> 6) + word
-                word = word << 6 | lowest(there[above])
-                key = word << 6 | lowest(there[word])
-                e = first[key]
+                word = natural(word << 6 | lowest(there[above]))
+                key = natural(word << 6 | lowest(there[word]))
+                e = natural(first[key])
+                soon(program, PROGRAM * (e + AHEAD))
+                soon(state, STATE * (e + AHEAD))
                 at = STATE * e
                 here = PROGRAM * e
                 first[key] = program[here + LINK]
