@@ -19,6 +19,8 @@ from dl2gpu.analysis.matching import match
 from dl2gpu.analysis.outcomes import outcomes
 from dl2gpu.analysis.replay import build, run
 from dl2gpu.analysis.scenario import Scenario
+from dl2gpu.engine.base import Engine
+from dl2gpu.engine.cpu import CPU, PLANS
 
 WHAT_IF = Scenario(use_states=False)
 
@@ -93,6 +95,31 @@ def test_each_ends_where_its_buffer_ends() -> None:
     assert (got[0, :, ck.STANDING] == np.where(room >= 100, 0, 2)).all()
     by_bytes = [replace(WHAT_IF, buffer_bytes=4 * s.buffer_messages) for s in tried]
     assert (both([crossed(100)], by_bytes)[0] == got).all()
+
+
+@pytest.mark.parametrize("engine", [CPU, PLANS], ids=["work list, lock step", "rounds"])
+@pytest.mark.parametrize("cells", [1, 8])
+@pytest.mark.parametrize(
+    ("scenario", "stands"),
+    [
+        (replace(WHAT_IF, buffer_bytes=1 << 40), True),
+        (replace(WHAT_IF, buffer_bytes=Scenario.INFINITE), False),
+        (replace(WHAT_IF, buffer_bytes=Scenario.INFINITE, buffer_messages=2), True),
+        (replace(WHAT_IF, pool_bytes=1 << 40), True),
+        (replace(WHAT_IF, pool_bytes=Scenario.INFINITE, buffer_messages=1), False),
+    ],
+)
+def test_messages_of_unknown_size(
+    engine: Engine, cells: int, scenario: Scenario, stands: bool
+) -> None:
+    """They fit a buffer that holds anything, and no other."""
+    program = crossed(3)
+    for ops in program.ops.values():
+        for one in ops:
+            one["bytes"] = one["count"] = None
+    p = build(match(trace_of(program), engine))
+    o = outcomes(p, [scenario], np.zeros((cells, 2), np.int32))
+    assert (o.standing > 0).tolist() == [stands] * cells
 
 
 @pytest.mark.parametrize(
