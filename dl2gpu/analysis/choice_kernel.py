@@ -84,20 +84,21 @@ def mixed(value: Any) -> Any:
 
 @helper()
 def fill_channel(
-    first: Any, layer: Any, most: Any, room: Any, channel: Any, sender: Any, eager_at: Any,
-    node_blocks: Any, arrived: Any, root_in: Any, sats: Any, n_sat: Any, satisfied: Any,
+    first: Any, layer: Any, most: Any, room: Any, sender: Any, eager_at: Any, node_blocks: Any,
+    arrived: Any, root_in: Any, sats: Any, n_sat: Any, satisfied: Any,
 ) -> Any:  # fmt: skip
     """Lets go the sends of a channel that fit its buffer (rule 5). Returns the stack's height.
 
     A standard send fits when fewer than ``most`` earlier ones (0: any number) are unreceived, and
     their bytes and its own are at most ``room`` (0: any number). Messages at the head of the
-    channel that are received are passed over for good.
+    channel that are received are passed over for good, and behind the last that was sent
+    (``arrived[3]`` of the first says how many that are) there is nothing to look at.
     """
     held = 0
     load = 0
     lead = True
     v = first + arrived[2, first]
-    while v < len(channel) and channel[v] == first:
+    while v < first + arrived[3, first]:
         gone = arrived[layer, v] - np.int64(root_in[layer, v]) >= 1 and not node_blocks[v]
         s = sender[v]
         if s >= 0 and eager_at[s] > 0:

@@ -138,7 +138,7 @@ def launch_in_lockstep(p: Program, b: Batch) -> tuple[Array, int]:
         k["host_blocks"], k["wait_kind"], k["wait_needs"], k["dep_start"], k["dep_wait"],
         k["node1"], k["node2"], k["role"], x["eager_at"], k["alone"], k["known"],
         k["node_start"], k["node_part"], k["node_kind"], k["node_need"], k["node_blocks"],
-        x["channel"], x["sender"], outcome, np.full(len(k["node_kind"]), -1, np.int32),
+        x["channel"], x["sender"], outcome, np.empty(len(k["node_kind"]), np.int32),
         *lockstep_kernel.scratch(
             np.unique(b.cells[:, 0]), p.job_event, b.job_lane, k["dep_start"]
         ),

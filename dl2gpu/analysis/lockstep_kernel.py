@@ -251,6 +251,13 @@ def set_up(
     for lane in range(lane0, lane1):
         number[lane - lane0] = 0
     for e in range(e0, e1):
+        for half in range(2):
+            v = node1[e] if half == 0 else node2[e]
+            if v >= 0:
+                local[v] = -1
+                if len(channel) > 0 and channel[v] >= 0:
+                    local[channel[v]] = -1
+    for e in range(e0, e1):
         at = PROGRAM * (e - e0)
         if known[e] & facts or (alone[e] and node2[e] >= 0):
             return -1, 0
@@ -570,8 +577,10 @@ def fill_channel(
     """
     one = NODES * local[first]
     while nodes[one + HEAD] < nodes[one + TOP]:
-        v = local[first + nodes[one + HEAD]]
-        if v < 0 or settings[BOUNDED] & ~words[nodes[NODES * v + WORDS] + 1] != 0:
+        v = first + nodes[one + HEAD]
+        if sender[v] < 0:
+            break
+        if settings[BOUNDED] & ~words[nodes[NODES * local[v] + WORDS] + 1] != 0:
             break
         nodes[one + HEAD] += 1
     any_messages = settings[ANY_MESSAGES]
@@ -583,7 +592,7 @@ def fill_channel(
         load = np.int64(0)
         for v in range(first + nodes[one + HEAD], first + nodes[one + TOP]):
             s = sender[v]
-            if s < 0 or eager_at[s] <= 0 or local[v] < 0:
+            if s < 0 or eager_at[s] <= 0:
                 continue
             at = nodes[NODES * local[v] + WORDS]
             size = eager_at[s]
@@ -636,7 +645,7 @@ def run(
     """Runs each cell, a job under a scenario, to its least fixpoint; writes ``outcome``.
 
     Arguments are those of :func:`replay_kernel.run` as far as they have the same names, and what
-    :func:`scratch` makes; ``local`` int32[nodes] begins as -1. Cells of a job lie side by side.
+    :func:`scratch` makes; ``local`` int32[nodes] is scratch, too. Cells of a job lie side by side.
     Cells that are not for lock step have ``COMPLETED`` of ``LEFT``.
 
     Returns:

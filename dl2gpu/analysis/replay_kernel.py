@@ -301,7 +301,8 @@ def scratch(n: int, lanes: int, queues: int, units: int, nodes: int) -> tuple[An
         np.zeros(n, np.int8),  # parts_left
         np.zeros(n, np.uint8),  # satisfied
         np.zeros((4, units), np.int32),  # unit_ready, unit_left, unit_total, unit_met
-        np.zeros((3, nodes), np.int32),  # arrived; messages at the head of a channel that are gone
+        # arrived; of a channel, messages at its head that are gone, and up to the last sent
+        np.zeros((4, nodes), np.int32),
         np.zeros((2, nodes), np.bool_),  # root_in
         np.zeros(lanes, np.int32),  # outstanding
         np.full(lanes, -1, np.int32),  # forced: last event of the lane known to be passed
@@ -411,7 +412,7 @@ def run(
                 for half in range(2):
                     v = node1[e] if half == 0 else node2[e]
                     if v >= 0:
-                        arrived[0, v] = arrived[1, v] = arrived[2, v] = 0
+                        arrived[0, v] = arrived[1, v] = arrived[2, v] = arrived[3, v] = 0
                         root_in[0, v] = root_in[1, v] = False
                 u = unit_of[e]
                 if u >= 0:
@@ -617,8 +618,11 @@ def run(
                                 if role[w] == PROBE and started[w]:
                                     n_sat = satisfy(sats, n_sat, satisfied, 4 * w + 2 * layer)
                     if bounded and node_kind[v] == MESSAGE:
+                        if kind == SEND:
+                            sent = v - channel[v] + 1
+                            arrived[3, channel[v]] = max(arrived[3, channel[v]], sent)
                         n_sat = fill_channel(
-                            channel[v], layer, buffer_messages, buffer_bytes, channel, sender,
+                            channel[v], layer, buffer_messages, buffer_bytes, sender,
                             eager_at, node_blocks, arrived, root_in, sats, n_sat, satisfied,
                         )  # fmt: skip
                     if node_blocks[v]:
