@@ -147,6 +147,16 @@ def test_verdict_does_not_depend_on_the_layout(
     assert not failures, f"{name}, {age}, {launcher}, one file a rank: {per_rank}: {failures}"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_first_line_is_read_whatever_stands_before_it(encoding: str, tmp_path: Path) -> None:
+    """The first line says which ranks they are, and here it is the one that counts."""
+    name = "library_error_everywhere"
+    tell, expected = STORIES[name]
+    for age in expected.ages:
+        written = files(tell(age), "srun", per_rank=True, encoding=encoding)
+        assert not _failures(_reports({age: written}, tmp_path)[age], expected)
+
+
 def _by_rank(order: list[Line], seed: int) -> list[Line]:
     """Lines of different ranks change places where less than half a second lies between them."""
     rng = random.Random(seed)

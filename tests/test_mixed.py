@@ -88,3 +88,72 @@ def test_the_log_alone(tmp_path: Path) -> None:
     report = scanned(tmp_path, told, dumps=0)
     assert report.jobs["verdict"].to_list() == ["in_flight"]
     assert report.jobs["source_format"].to_list() == ["log"]
+
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/workspace/train.py", line 212, in <module>
+    main()
+  File "/workspace/train.py", line 100, in main
+    labels = batch["labels"]
+KeyError: 'labels'
+"""
+QUIET = "".join(f"batch loaded from shard {n}\n" for n in range(60))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "died"),
+    [
+        ("rank_3.log", QUIET + TRACEBACK, True),
+        ("rank_3.log", TRACEBACK + QUIET, False),  # caught: the program went on
+        ("train.log", QUIET + TRACEBACK, False),  # nobody says whose it is
+        ("rank_3.log", QUIET + TRACEBACK.replace("KeyError", "torch.distributed.DistBackendError"),
+         False),  # let down by another
+    ],
+    ids=["ends", "caught", "nobody", "secondary"],
+)  # fmt: skip
+def test_an_exception_beside_dumps_is_how_a_rank_died(
+    tmp_path: Path, name: str, text: str, died: bool
+) -> None:
+    """A log with no line about communication: of a job with dumps it still tells why one lacks."""
+    for rank in range(3):
+        shutil.copy(STUCK / f"nccl_trace_rank_{rank}", tmp_path)
+    (tmp_path / name).write_text(text)
+    report = scan(str(tmp_path))
+    (job,) = report.jobs.to_dicts()
+    culprits = {r for ranks in report.findings["culprits"] for r in ranks}
+    want = ("crashed_rank", {3}) if died else ("insufficient_evidence", set())
+    assert (job["verdict"], culprits) == want
+    (told,) = report.inputs.filter(pl.col("path") == name).to_dicts()
+    ignored = name == "train.log" or text.startswith("Traceback")
+    assert told["status"] == ("ignored" if ignored else "read")
+
+
+def test_an_exception_alone_is_no_job(tmp_path: Path) -> None:
+    (tmp_path / "rank_3.log").write_text(QUIET + TRACEBACK)
+    shutil.copytree(STUCK, tmp_path / "job")
+    report = scan(str(tmp_path))
+    assert report.jobs["job"].to_list() == ["job"]
+    assert report.inputs.filter(pl.col("path") == "rank_3.log")["status"].to_list() == ["ignored"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL version 2.20.5+cuda12.4\n",
+        "".join(f"step {n} loss 1.0\n" for n in range(10, 14)),
+        "NCCL version 2.20.5+cuda12.4\n" + TRACEBACK.replace("KeyError", "NCCL error"),
+    ],
+    ids=["version", "steps", "secondary"],
+)
+def test_a_log_that_tells_no_operation_accuses_nobody(tmp_path: Path, text: str) -> None:
+    """That rank 3 has no dump, and a log that does not speak of its operations, is no stall."""
+    for rank in range(3):
+        shutil.copy(STUCK / f"nccl_trace_rank_{rank}", tmp_path)
+    (tmp_path / "rank_3.log").write_text(text)
+    report = scan(str(tmp_path))
+    (job,) = report.jobs.to_dicts()
+    (finding,) = report.findings.to_dicts()
+    assert (job["verdict"], job["deadlocked"]) == ("insufficient_evidence", None)
+    assert (finding["reason"], finding["culprits"]) == ("no_data", [])
+    assert "rank 3" in finding["summary"]

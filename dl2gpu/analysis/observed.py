@@ -16,6 +16,7 @@ from dl2gpu.analysis.matching import Matching
 from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Fixpoint, Program
 from dl2gpu.analysis.tables import KIND, is_collective
+from dl2gpu.analysis.windows import timed_window
 from dl2gpu.trace.schema import EXIT
 
 __all__ = [
@@ -83,12 +84,16 @@ def stale_ranks(p: Program) -> dict[int, set[int]]:
 
 
 def windows_ended(p: Program, job: int, ranks: set[int]) -> list[int]:
-    """Those of ``ranks`` whose record is a window: what it lacks at its end may have come later."""
+    """Those of ``ranks`` whose record is a window that does not say when it ended.
+
+    What it lacks at its end may have come later. Others are weighed in :mod:`windows`.
+    """
     rows = p.matching.prepared.ranks
     found = rows.filter(
         (pl.col("job") == job)
         & pl.col("rank").is_in(sorted(ranks))
         & (pl.col("exit") == EXIT["window"])
+        & ~timed_window()
     )
     return sorted(int(r) for r in found["rank"])
 

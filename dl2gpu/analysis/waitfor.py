@@ -26,6 +26,7 @@ from dl2gpu.analysis import replay_kernel
 from dl2gpu.analysis.matching import passed_members
 from dl2gpu.analysis.replay import Fixpoint, Program
 from dl2gpu.analysis.tables import KIND, ROLE
+from dl2gpu.analysis.windows import timed_window
 from dl2gpu.trace.schema import ANY, EXIT, MODE
 
 __all__ = ["FATE", "Graph", "build_graph", "components", "is_place", "stands_at"]
@@ -413,9 +414,12 @@ def rank_fates(p: Program, fix: Fixpoint, lane_stuck: Array, queue_stuck: Array)
 def _silent_hosts(p: Program, fate: Array) -> Array:
     """bool[ranks]: free at the end of the record, and the record shows no host waits at all.
 
-    A host that went on after its record (a window) is not assumed to stand anywhere.
+    A host that went on after its record (a window) is not assumed to stand anywhere; where the
+    window says when it ended, :mod:`windows` weighs what follows from the assumption.
     """
-    waits = (p.matching.prepared.ranks["exit"] == EXIT["window"]).fill_null(False).to_numpy().copy()
+    ranks = p.matching.prepared.ranks
+    window = (pl.col("exit") == EXIT["window"]).fill_null(False)
+    waits = ranks.select(window & ~timed_window()).to_series().to_numpy().copy()
     host = p.kernel["host_blocks"] & (p.stream < 0)
     waits[p.r[host]] = True
     silent: Array = (fate == FATE["free"]) & ~waits

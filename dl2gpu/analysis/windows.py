@@ -18,11 +18,10 @@ import polars as pl
 
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.replay import Program
+from dl2gpu.trace.schema import EXIT
 
-__all__ = ["WINDOWED", "within_windows"]
+__all__ = ["timed_window", "within_windows"]
 
-WINDOWED: Final = ("kineto",)
-"""Sources whose records are windows."""
 _CIRCLES: Final = ("cycle", "order_inversion", "init_cycle")
 _ABSENT: Final = (
     "stalled_rank",
@@ -37,16 +36,25 @@ _SILENT: Final = "only if the ranks issued nothing more after the end of the pro
 _BUFFERED: Final = "only if the sends that pend at the end of the profile are not buffered"
 
 
+def timed_window() -> pl.Expr:
+    """Of the ranks table: is the record a window that says when it ended?
+
+    Where it does not say (an execution trace), what pends in it is set against nothing, and
+    :mod:`observed` and :mod:`waitfor` claim less from the start.
+    """
+    return (pl.col("exit") == EXIT["window"]).fill_null(False) & pl.col("t_last").is_not_null()
+
+
 def within_windows(p: Program, findings: list[Finding]) -> list[Finding]:
     """``findings`` as far as the windows bear them out, and jobs of which ranks are missing."""
-    jobs = p.matching.prepared.jobs
-    rows = jobs.filter(pl.col("source").is_in(WINDOWED)).select("job", "world").rows()
-    if not rows:
+    ranks = p.matching.prepared.ranks
+    timed = ranks.filter(timed_window()).select("job").unique()
+    if timed.is_empty():
         return findings
-    windowed = dict(rows)
+    jobs = p.matching.prepared.jobs.join(timed, on="job", how="semi")
+    windowed = dict(jobs.select("job", "world").sort("job").rows())
     out = [_weighed(p, f) if f.job in windowed else f for f in findings]
     found = {f.job for f in out}
-    ranks = p.matching.prepared.ranks
     for job, world in windowed.items():
         present = ranks.filter(pl.col("job") == job)["rank"].to_list()
         if job not in found and 0 < len(present) < world:

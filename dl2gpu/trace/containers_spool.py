@@ -26,7 +26,16 @@ from dl2gpu.trace.inputs import InputError, Stamp
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer
 
-__all__ = ["FileSource", "Reader", "Slice", "Source", "Spool", "spool_inflated", "spool_object"]
+__all__ = [
+    "FileSource",
+    "Reader",
+    "Slice",
+    "Source",
+    "Spool",
+    "spool_inflated",
+    "spool_object",
+    "temporary_file",
+]
 
 _IN_MEMORY: Final = 8 << 20
 
@@ -119,7 +128,7 @@ class Spool:
                 return
             data = b"".join(self._parts)
             self._parts.clear()
-            self._fd = _temporary()
+            self._fd = temporary_file()
             weakref.finalize(self, os.close, self._fd)
         view = memoryview(data)
         try:
@@ -144,7 +153,7 @@ class Spool:
         return _read_all(self._fd, first, size)
 
 
-def _temporary() -> int:
+def temporary_file() -> int:
     """A file without a name: nothing of it is left, however the process ends."""
     try:
         fd, path = tempfile.mkstemp(prefix="dl2gpu-")

@@ -356,7 +356,7 @@ def _jobs_table(jobs: list[Job]) -> pl.DataFrame:
 def _ranks_table(jobs: list[Job]) -> pl.DataFrame:
     rows = [
         {
-            "job": job.index, "rank": s.rank, "exit": EXIT["unknown"],
+            "job": job.index, "rank": s.rank, "exit": EXIT["window"],
             "t_last": s.end or None, "truncated": s.truncated, "lost_before": s.lost_before,
             "only_active": False, "timed": s.profile is not None and not s.profile.host_only,
             "path": s.file.path,

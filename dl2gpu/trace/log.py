@@ -24,6 +24,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Final
 
@@ -48,11 +49,18 @@ _ENOUGH: Final = 200_000
 """Facts that are held before those that later ones replace are dropped."""
 
 
-def read(files: Sequence[TraceFile]) -> tuple[Trace, list[Input]]:
+def read(
+    files: Sequence[TraceFile], beside: AbstractSet[tuple[str, str]] = frozenset()
+) -> tuple[Trace, list[Input]]:
     """One trace of the log files of any number of jobs, and what became of each file.
 
     A file without a single statement about communication is ``ignored``, unless others of its job
-    have some: then it may tell how a rank lived.
+    have some: then it may tell how a rank lived. Beside records of another format it counts where
+    it ends in an exception and its name, or its lines, say of which rank.
+
+    Args:
+        files: log files.
+        beside: (folder, job) of the jobs that have records of other formats.
     """
     jobs: dict[tuple[str, str], list[TraceFile]] = {}
     for file in sorted(files, key=lambda f: (f.path, f.url)):
@@ -74,6 +82,7 @@ def read(files: Sequence[TraceFile]) -> tuple[Trace, list[Input]]:
         made, told = _one_job(
             whole.files[first:end], whole.found[first:end], name, folder,
             _slice(facts, first, end), _slice(calls, first, end),
+            beside=(folder, name) in beside,
         )  # fmt: skip
         traces += made
         inputs += told
@@ -141,10 +150,12 @@ def _one_job(
     folder: str,
     facts: pl.DataFrame | None,
     calls: pl.DataFrame | None,
+    *,
+    beside: bool,
 ) -> tuple[list[Trace], list[Input]]:
     if not kept:
         return [], []
-    if not _speaking(facts, calls):
+    if not _speaking(facts, calls) and not (beside and _dying(kept, found, facts)):
         reason = "a text without a line about communication"
         return [], [
             Input(f.path, "ignored", reason if found[i].lines else "empty file")
@@ -199,6 +210,25 @@ def _speaking(facts: pl.DataFrame | None, calls: pl.DataFrame | None) -> set[int
     if calls is not None and calls.height:
         out |= set(calls["file"].unique().to_list())
     return out
+
+
+def _dying(
+    files: Sequence[TraceFile], found: Sequence[FileLines], facts: pl.DataFrame | None
+) -> bool:
+    """Does the file of a rank that is known end in an exception?
+
+    What was raised and caught stands further up, as the program goes on and prints.
+    """
+    if facts is None or facts.is_empty():
+        return False
+    last = facts.filter(pl.col("what") == "exception").group_by("file").agg(pl.col("line").max())
+    raised = [i for i, line in last.iter_rows() if line >= found[i].lines - _LAST_WORDS]
+    ranks = _file_ranks(files, facts) if raised else []
+    return any(ranks[i] is not None for i in raised)
+
+
+_LAST_WORDS: Final = 40
+"""Lines that the message of an exception and the interpreter's end may take."""
 
 
 def _told(

@@ -162,9 +162,12 @@ def _decoder(head: bytes) -> codecs.IncrementalDecoder | None:
 
 
 def _text(data: bytes) -> bytes:
-    """UTF-8 as Polars takes it: other bytes are replaced; CRLF becomes LF; no zero bytes."""
+    """UTF-8 as Polars takes it: other bytes are replaced; CRLF becomes LF; no zero bytes.
+
+    Marks of byte order go: one stands before the first line of each file that was put in.
+    """
     if not data.isascii():
-        data = data.decode("utf-8", "replace").encode("utf-8")
+        data = data.decode("utf-8", "replace").replace("\ufeff", "").encode("utf-8")
     if b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
     if b"\0" in data:

@@ -97,27 +97,38 @@ def _winners(trace: Trace, target: pl.DataFrame) -> pl.DataFrame:
     """Rows of ``ranks`` with ``target, strength, has`` (operations), ``fits`` and ``wins``.
 
     ``wins``: the record that stands for the rank. ``fits``: its operations can be put beside those
-    of the job's strongest record. A rank of which there is only a record that does not fit stays
-    missing, unless that says that it died.
+    of the job's strongest record. A rank stays missing of which there is only a record that does
+    not fit, unless that says that it died; or a log that tells nothing of its operations beside
+    others' records, unless it says how the rank ended: that none is told does not mean that none
+    pends.
     """
     has = trace.events.select("job", "rank").unique().with_columns(has=pl.lit(value=True))
+    counted = trace.status.select("job", "rank").unique().with_columns(counted=pl.lit(value=True))
     group = pl.when(_NUMBERED).then(pl.lit("numbered")).otherwise("source")
     rows = (
         trace.ranks.with_row_index("row")
         .join(target.select("job", "target", "source", "p2p", "strength"), on="job")
         .join(has, on=["job", "rank"], how="left")
-        .with_columns(pl.col("has").fill_null(False), group=group)
+        .join(counted, on=["job", "rank"], how="left")
+        .with_columns(pl.col("has", "counted").fill_null(False), group=group)
     )
     # the base of a job is its strongest source that has operations
     base = (
         rows.sort(~pl.col("has"), "strength", "job")
         .group_by("target", maintain_order=True)
-        .agg(base=pl.col("group").first())
+        .agg(base=pl.col("group").first(), base_source=pl.col("source").first())
     )
     rows = rows.join(base, on="target").with_columns(fits=pl.col("group") == pl.col("base"))
     dead = pl.col("exit").is_in([EXIT["crashed"], EXIT["killed"]])
+    mute = (
+        (pl.col("source") == "log")
+        & (pl.col("base_source") != "log")
+        & ~(pl.col("has") | pl.col("counted"))
+        & (pl.col("exit") == EXIT["unknown"]).fill_null(True)
+    )
     best = (
-        rows.filter(pl.col("fits") | dead)  # that a rank died is known without its operations
+        # that a rank died is known without its operations
+        rows.filter((pl.col("fits") & ~mute) | dead)
         .sort(~pl.col("fits"), ~pl.col("has"), "strength", "job")
         .unique(["target", "rank"], keep="first", maintain_order=True)
         .select("row", wins=pl.lit(value=True))

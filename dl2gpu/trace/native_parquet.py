@@ -191,7 +191,8 @@ def _kept_apart(
 
 def _read_one(file: TraceFile, load: Callable[[TraceFile], bytes]) -> Trace:
     with contextlib.ExitStack() as stack:
-        data = source(file, load, stack)
+        rows = None if file.part is None else file.part.rows
+        data = source(file, load, stack, EVENTS, rows)
         check_version(data)
         sides = _sides(file, data, load)
         frame = read_table(data, "", list(EVENTS), file.part)

@@ -6,13 +6,14 @@ import contextlib
 import hashlib
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import BinaryIO, Final
 
 import polars as pl
 
 from dl2gpu.trace.files import DEFAULT, local_path, opened, read_bytes
 from dl2gpu.trace.inputs import InputError, Part, TraceFile
+from dl2gpu.trace.parquet_remote import sparse
 from dl2gpu.trace.schema import COMMS, JOBS, RANKS, STACKS, STATUS
 
 VERSION: Final = "1"
@@ -38,12 +39,19 @@ Source = bytes | BinaryIO
 
 
 def source(
-    file: TraceFile, load: Callable[[TraceFile], bytes], stack: contextlib.ExitStack
+    file: TraceFile,
+    load: Callable[[TraceFile], bytes],
+    stack: contextlib.ExitStack,
+    columns: Collection[str] = (),
+    rows: tuple[int, int] | None = None,
 ) -> Source:
-    """The content of a file; of a part of a local one, the open file."""
-    path = local_path(file.url)
-    if file.part is None or path is None or load is not read_bytes:
+    """The content of a file; of a part, the open file, from a store with what is named only."""
+    if file.part is None or load is not read_bytes:
         return load(file)
+    path = local_path(file.url)
+    if path is None:
+        some = sparse(file, columns, rows) if columns else None
+        return load(file) if some is None else stack.enter_context(some)
     fd, _ = stack.enter_context(opened(path))
     return stack.enter_context(os.fdopen(os.dup(fd), "rb"))
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import polars as pl
 
-from dl2gpu.trace.files import read_bytes, read_tail
+from dl2gpu.trace.files import read_bytes
 from dl2gpu.trace.inputs import InputError, Part, TraceFile
 from dl2gpu.trace.parquet_file import (
     POLARS_ERRORS,
@@ -28,6 +28,7 @@ from dl2gpu.trace.parquet_file import (
     sibling,
     source,
 )
+from dl2gpu.trace.parquet_remote import footer
 from dl2gpu.trace.schema import JOBS
 
 __all__ = ["parts", "shards"]
@@ -86,7 +87,7 @@ def parts(files: Sequence[TraceFile], shard_bytes: int) -> list[TraceFile]:
 
 def _cut(file: TraceFile, shard_bytes: int) -> list[TraceFile]:
     if file.part is None:
-        total = rows_of(_footer(file), "", file.size)
+        total = rows_of(footer(file), "", file.size)
         file = replace(file, weight=max(file.size, total * EVENT_BYTES))
         rows, jobs = (0, total), (0, 1 << 31)
     else:
@@ -94,7 +95,7 @@ def _cut(file: TraceFile, shard_bytes: int) -> list[TraceFile]:
     if (rows[1] - rows[0]) * EVENT_BYTES <= shard_bytes:
         return [file]
     with contextlib.ExitStack() as stack:
-        data = source(replace(file, part=_ALL), read_bytes, stack)
+        data = source(replace(file, part=_ALL), read_bytes, stack, ["job"], rows)
         check_version(data)
         if file.part is None:
             check_siblings(file, data)
@@ -123,15 +124,6 @@ def _part(file: TraceFile, part: Part, rows: tuple[int, int]) -> TraceFile:
     return replace(file, part=part, size=end - first, weight=weight)
 
 
-def _footer(file: TraceFile) -> bytes:
-    """The footer of a file, as a file without rows."""
-    length = int.from_bytes(read_tail(file.url, 8, file.stamp)[:4], "little")
-    if length > _MOST_FOOTER:
-        raise InputError(f"a footer of {length} bytes; expected {_MOST_FOOTER} at most")
-    return b"PAR1" + read_tail(file.url, length + 8, file.stamp)
-
-
-_MOST_FOOTER: Final = 64 << 20
 _ALL: Final = Part((0, 0), (0, 0))
 """Marks a file of which little will be read."""
 

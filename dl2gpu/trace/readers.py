@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 from dl2gpu.trace.discover import discover
@@ -31,7 +33,7 @@ READERS: Final[dict[str, str]] = {
 _VALIDATED: Final = frozenset({"parquet"})
 """Formats whose readers validate each file, so that one that is wrong costs no other."""
 
-Read = Callable[[Sequence[TraceFile]], tuple[Trace, list[Input]]]
+Read = Callable[..., tuple[Trace, list[Input]]]
 
 
 def read_files(files: Sequence[TraceFile]) -> tuple[Trace, list[Input]]:
@@ -46,8 +48,11 @@ def read_files(files: Sequence[TraceFile]) -> tuple[Trace, list[Input]]:
         by_format.setdefault(file.format, []).append(file)
     traces: list[Trace] = []
     inputs: list[Input] = []
+    beside = {
+        (f.folder, f.job or f.folder) for f in files if f.format != "log" and "log" in by_format
+    }
     for format_ in sorted(by_format):
-        trace, read = _read(format_, by_format[format_])
+        trace, read = _read(format_, by_format[format_], beside)
         traces.append(trace)
         inputs += read
     trace, inputs = merge(concat(traces), inputs)
@@ -73,8 +78,12 @@ def read_trace(path: str) -> Trace:
     return trace
 
 
-def _read(format_: str, files: list[TraceFile]) -> tuple[Trace, list[Input]]:
+def _read(
+    format_: str, files: list[TraceFile], beside: AbstractSet[tuple[str, str]]
+) -> tuple[Trace, list[Input]]:
     read: Read = importlib.import_module(READERS[format_]).read
+    if format_ == "log":
+        read = functools.partial(read, beside=beside)
     try:
         trace, inputs = read(files)
         return trace if format_ in _VALIDATED else validate(trace, format_), inputs
@@ -99,5 +108,5 @@ def _read(format_: str, files: list[TraceFile]) -> tuple[Trace, list[Input]]:
     else:
         left = set(folders[: len(folders) // 2])
         parts = [[f for f in files if f.folder in left], [f for f in files if f.folder not in left]]
-    read_parts = [_read(format_, part) for part in parts]
+    read_parts = [_read(format_, part, beside) for part in parts]
     return concat([t for t, _ in read_parts]), [i for _, inputs in read_parts for i in inputs]

@@ -11,12 +11,13 @@ of a cluster as well.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final, TypeVar
 
 from dl2gpu.trace.inputs import InputError, Stamp
@@ -26,9 +27,18 @@ from dl2gpu.trace.remote_errors import (
     remote_errors,
     transient,
 )
-from dl2gpu.trace.remote_get import changed, differs, in_thread, kind_of, opener
+from dl2gpu.trace.remote_get import changed, differs, in_thread, kind_of, opener, stamp_of
 
-__all__ = ["download", "fetch", "fetch_head", "fetch_range", "filesystem", "parallel", "persistent"]
+__all__ = [
+    "download",
+    "fetch",
+    "fetch_head",
+    "fetch_range",
+    "fetch_ranges",
+    "filesystem",
+    "parallel",
+    "persistent",
+]
 
 TRIES: Final = 8
 """Tries of a request, the first one included; ``DL2GPU_REMOTE_TRIES`` changes it."""
@@ -283,7 +293,7 @@ def fetch(url: str, stamp: Stamp | None, check: Callable[[int], None] = _unlimit
 
     Args:
         url: of the object.
-        stamp: what it must be; None: whatever is there.
+        stamp: what it must be; None: what a look at it says, by which a short body is known.
         check: raises where so many bytes are too many; called before they are read.
 
     Raises:
@@ -294,6 +304,9 @@ def fetch(url: str, stamp: Stamp | None, check: Callable[[int], None] = _unlimit
         check(len(kept))
         return kept
     fs, name = filesystem(url)
+    if stamp is None:
+        with remote_errors(tries=tries()), contextlib.suppress(FileNotFoundError):
+            stamp = stamp_of(patient(fs, fs.info, name))
     if stamp is not None and stamp.size is not None:
         check(stamp.size)
         if stamp.size > _SPLIT and stamp.tag is not None and kind_of(fs) in ("s3", "gs", "az"):
@@ -307,22 +320,31 @@ def fetch(url: str, stamp: Stamp | None, check: Callable[[int], None] = _unlimit
 
 async def _in_pieces(fs: Any, name: str, stamp: Stamp) -> bytes:
     assert stamp.size is not None
-    starts = range(0, stamp.size, _SPLIT)
+    got: dict[int, bytes] = {}
+    await _ranges(fs, name, stamp, [(0, stamp.size)], got.__setitem__)
+    return b"".join(got[start] for start in sorted(got))
+
+
+async def _ranges(
+    fs: Any, name: str, stamp: Stamp | None, ranges: Iterable[tuple[int, int]],
+    sink: Callable[[int, bytes], object],
+) -> None:  # fmt: skip
+    """Gives (first byte, bytes) of the ranges to ``sink``, in pieces, some at a time."""
     at_once = asyncio.Semaphore(_PIECES)
 
-    async def piece(start: int) -> bytes:
+    async def piece(start: int, stop: int) -> None:
         parts: list[bytes] = []
         async with at_once:
-            read = _Read(fs, name, stamp, _unlimited)
-            await read.to(parts.append, start, min(stamp.size or 0, start + _SPLIT))
-        return b"".join(parts)
+            await _Read(fs, name, stamp, _unlimited).to(parts.append, start, stop)
+            sink(start, b"".join(parts))
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(piece(start)) for start in starts]
+            for start, stop in ranges:
+                for first in range(start, stop, _SPLIT):
+                    group.create_task(piece(first, min(stop, first + _SPLIT)))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return b"".join(task.result() for task in tasks)
 
 
 def download(
@@ -349,6 +371,20 @@ def fetch_range(url: str, start: int, stop: int | None, stamp: Stamp | None = No
         run(fs, _Read(fs, name, stamp, _unlimited).to, parts.append, start, stop)
     data = b"".join(parts)
     return data[start:] if start < 0 else data
+
+
+def fetch_ranges(
+    url: str, ranges: Iterable[tuple[int, int]], stamp: Stamp | None,
+    sink: Callable[[int, bytes], object],
+) -> None:  # fmt: skip
+    """Gives (first byte, bytes) of parts of an object to ``sink``, in any order.
+
+    Raises:
+        InputError: as :func:`fetch`.
+    """
+    fs, name = filesystem(url)
+    with remote_errors(tries=tries()):
+        run(fs, _ranges, fs, name, stamp, ranges, sink)
 
 
 def fetch_head(url: str, size: int, stamp: Stamp | None) -> bytes:

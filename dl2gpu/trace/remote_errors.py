@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -95,9 +94,7 @@ def transient(error: BaseException) -> bool:
             return status in _PASSING_STATUS or _code(one) in _PASSING_CODES
         if names & _LASTING:
             return False
-        if names & _PASSING or isinstance(
-            one, TruncatedError | ConnectionError | TimeoutError | asyncio.TimeoutError
-        ):
+        if names & _PASSING or isinstance(one, TruncatedError | ConnectionError | TimeoutError):
             return True
         one = one.__cause__ or one.__context__
         seen += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kineto_writer import BASE, Rank, dumped, write_job
 
 import dl2gpu
 from dl2gpu.trace import kineto
+from dl2gpu.trace.convert import convert
 from dl2gpu.trace.inputs import Input, InputError, TraceFile
 from dl2gpu.trace.kineto_align import Sequence, align
 from dl2gpu.trace.kineto_names import Kind, kernel_operation, kind_of, sizes_of, splits_of
@@ -820,8 +822,18 @@ def test_sequences_that_do_not_agree_are_not_aligned() -> None:
 
 
 def verdict(folder: Path) -> tuple[str, bool | None, list[dict[str, Any]]]:
+    """Verdict, deadlocked, findings; the native forms of the same profiles must say the same."""
     report = dl2gpu.scan([str(folder)])
     (job,) = report.jobs.to_dicts()
+    with tempfile.TemporaryDirectory() as out:
+        for form in ("lines", "x.parquet"):
+            convert(str(folder), f"{out}/{form}/{form}")
+            again = dl2gpu.scan([f"{out}/{form}"])
+            assert again.jobs["verdict", "deadlocked"].rows() == [
+                (job["verdict"], job["deadlocked"])
+            ]
+            said = ["kind", "evidence", "reason", "culprits", "victims", "condition"]
+            assert again.findings.select(said).equals(report.findings.select(said))
     return job["verdict"], job["deadlocked"], report.findings.to_dicts()
 
 
