@@ -10,7 +10,7 @@ from programs import Program, from_seed, trace_of
 
 from dl2gpu.analysis import choice_kernel as ck
 from dl2gpu.analysis.launch import batch_of, launch, launch_in_lockstep
-from dl2gpu.analysis.lockstep_kernel import LEFT
+from dl2gpu.analysis.lockstep_kernel import LEFT, PATIENCE
 from dl2gpu.analysis.matching import match
 from dl2gpu.analysis.replay import build, layout
 from dl2gpu.analysis.scenario import Scenario
@@ -53,13 +53,15 @@ def some_waits_for_everything(programs: list[Program], rnd: random.Random) -> li
     return programs
 
 
-def both(programs: list[Program], scenarios: list[Scenario]) -> tuple[Array, Array, int]:
+def both(
+    programs: list[Program], scenarios: list[Scenario], patience: int = PATIENCE
+) -> tuple[Array, Array, int]:
     """int64[programs, scenarios, outcome]: in lock step, and one by one; and the steps taken."""
     p = build(match(trace_of(*programs)))
     jobs, rows = np.meshgrid(np.arange(len(programs)), np.arange(len(scenarios)), indexing="ij")
     cells = np.stack([jobs.ravel(), rows.ravel(), np.zeros(jobs.size, np.int64)], axis=1)
     batch = batch_of(p, layout(p, scenarios[0]), scenarios, cells, record=ck.OUTCOMES, keep=False)
-    got, steps = launch_in_lockstep(p, batch)
+    got, steps = launch_in_lockstep(p, batch, patience)
     shape = (len(programs), len(scenarios), ck.OUTCOMES)
     return got.reshape(shape), launch(p, batch)["outcome"].reshape(shape), steps
 
@@ -69,7 +71,10 @@ def disagreements(seed: int, programs: int) -> list[str]:
     rnd = random.Random(seed)
     many = rnd.choice([1, 2, 3, 17, 63, 64, 65, 130])
     scenarios = drawn(rnd, many)
-    got, wanted, _ = both(some_waits_for_everything(from_seed(seed, programs), rnd), scenarios)
+    # how soon another order of steps is tried
+    patience = rnd.choice([PATIENCE, 0, -1_000_000])
+    of = some_waits_for_everything(from_seed(seed, programs), rnd)
+    got, wanted, _ = both(of, scenarios, patience)
     left = got[:, :, ck.COMPLETED] == LEFT
     bad = np.argwhere((got != wanted).any(axis=2) & ~left)
     return [

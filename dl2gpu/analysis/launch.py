@@ -122,7 +122,9 @@ def _by_work_list(p: Program, b: Batch) -> dict[str, Array]:
     return got
 
 
-def launch_in_lockstep(p: Program, b: Batch) -> tuple[Array, int]:
+def launch_in_lockstep(
+    p: Program, b: Batch, patience: int = lockstep_kernel.PATIENCE
+) -> tuple[Array, int]:
     """The outcomes by :mod:`lockstep_kernel`, and in how many steps; cells of a job side by side.
 
     A cell that it leaves has ``COMPLETED`` of ``lockstep_kernel.LEFT``.
@@ -130,7 +132,7 @@ def launch_in_lockstep(p: Program, b: Batch) -> tuple[Array, int]:
     k, lay, x = p.kernel, b.layout, b.extra
     outcome = np.zeros(b.record * len(b.cells), np.int64)
     steps = lockstep_kernel.run(
-        b.cells.ravel(), b.table, b.width, b.record,
+        b.cells.ravel(), b.table, b.width, b.record, patience,
         p.job_event, b.job_lane, b.job_queue, k["job_box"],
         lay.lane_of, lay.lane_next, lay.lane_first,
         lay.queue_of, lay.queue_next, lay.queue_first,

@@ -4,10 +4,13 @@ Scenarios of a job differ in little: most of the time all of them are at the sam
 fact of DESIGN.md section 4 (issued, started, completed, ...) is kept as a word with a bit for each
 scenario, and what happens to an event happens in all scenarios of a word at once. Where scenarios
 part (a send that some buffer), their bits go on separately. The host that has got through the
-smallest share of its program goes on first: those ahead are caught up with, and what follows is
-done once for all again. What is counted (arrivals of a collective, requests of a wait) is counted
-in every scenario at once: a counter is some words, the k-th holding the k-th binary digit in each
-scenario; one that begins at 2^k - n overflows where n have come.
+smallest share of its program goes on first, so that those ahead are caught up with, and what
+follows is done once for all again. Where that does not keep them together, all begins anew, in the
+order in which rendezvous issues the events, which a replay of its own finds out.
+
+What is counted (arrivals of a collective, requests of a wait) is counted in every scenario at once:
+a counter is some words, the k-th holding the k-th binary digit in each scenario; one that begins at
+2^k - n overflows where n have come.
 
 The rules and their numbers are those of :mod:`replay_kernel`, and so is the fixpoint, bit for bit:
 the rules are monotone, so the order of steps does not matter. What is left to it: wildcards and
@@ -47,7 +50,7 @@ from dl2gpu.engine.arrays import Array
 from dl2gpu.engine.native import Bools, Int8s, Int32s, Int64s, UInt8s, helper, kernel
 from dl2gpu.engine.native_bits import lowest, natural, soon
 
-__all__ = ["LEFT", "SCENARIOS", "run", "scratch"]
+__all__ = ["LEFT", "PATIENCE", "SCENARIOS", "run", "scratch"]
 
 SCENARIOS: Final = 64
 """Scenarios that go in lock step: bits of a word."""
@@ -68,10 +71,11 @@ UNIT: Final = 7
 COUNTER: Final = 8  # of a wait: its counter, and how many words that has; -1: no wait
 DIGITS: Final = 9
 GATHERED: Final = 10  # the wait for everything that waits for this event; -1: none
-KEY: Final = 11  # its place in the order of steps: how much of its lane lies before it
+KEY: Final = 11  # its place in the order of steps
 LINK: Final = 12  # the next on the list of this place
 NAMED: Final = 13  # waits name it
 NEEDS: Final = 14  # so many requests of a wait
+NUMBER: Final = 15  # in the order in which events are issued
 
 GOES_ON: Final = 0
 HOLDS: Final = 1
@@ -122,6 +126,12 @@ PASSED: Final = 2  # it is complete
 AHEAD: Final = 6
 """Events of a lane by which memory is asked before they come."""
 
+APART: Final = 6
+"""Steps for each event that was reached from which scenarios are too far apart (together: 3)."""
+
+PATIENCE: Final = 4096
+"""More steps that may be lost before that is said."""
+
 KEYS: Final = 1 << 18
 """Places in the order of steps: three levels of words."""
 
@@ -162,6 +172,7 @@ def scratch(jobs: Array, job_event: Array, job_lane: Array, dep_start: Array) ->
         np.empty(lanes, np.int32),  # number: of events, by lane
         np.empty(events, np.int32),  # starts
         np.empty(events, np.int32),  # comps
+        np.empty(events, np.int32),  # sent: sends that have started
         np.empty(min(KEYS, events + 1), np.int32),  # first: of the list of each key
         np.zeros((KEYS >> 6) + (KEYS >> 12) + 1, np.int64),  # there: which lists hold something
         np.empty(SETTINGS, np.int64),  # settings
@@ -242,7 +253,8 @@ def set_up(
 ) -> Any:  # fmt: skip
     """The program of a job, with places for its counters in ``room`` words.
 
-    Returns how many nodes and batches; -1: it is not for lock step.
+    The host that has got through the smallest share of its lane goes on first. Returns how many
+    nodes and batches there are; -1: it is not for lock step.
     """
     n_nodes = 0
     n_units = 0
@@ -271,6 +283,7 @@ def set_up(
         program[at + COUNTER] = 0 if wait_kind[e] != 0 else -1
         program[at + NEEDS] = wait_needs[e] if wait_kind[e] == 1 else 0
         program[at + GATHERED] = -1
+        program[at + NUMBER] = -1
         program[at + NAMED] = 1 if dep_start[e + 1] > dep_start[e] else 0
         place = HOLDS if host_blocks[e] else GOES_ON
         program[at + PLACE] = ON_QUEUE if queue_of[e] >= 0 else place
@@ -402,6 +415,20 @@ def begin_anew(
         unit_words[UNIT_WORDS * u + PASSED] = 0
 
 
+@helper()
+def put_in_order(events: Any, issued: Any, program: Any) -> None:
+    """Makes the order in which events were issued that of the steps; others come behind them."""
+    last = 1
+    for e in range(events):
+        last = max(last, program[PROGRAM * e + KEY] + 1)
+    for e in range(events):
+        at = PROGRAM * e
+        if program[at + NUMBER] < 0:
+            program[at + NUMBER] = issued + program[at + KEY] * (events - issued) // last
+    for e in range(events):
+        program[PROGRAM * e + KEY] = program[PROGRAM * e + NUMBER] * min(events, KEYS) // events
+
+
 @helper(forceinline=True)
 def reach(e: Any, come: Any, program: Any, state: Any, ends: Any, first: Any, there: Any) -> None:
     """The host gets to an event, or to its end, in some scenarios."""
@@ -422,6 +449,19 @@ def reach(e: Any, come: Any, program: Any, state: Any, ends: Any, first: Any, th
             there[(KEYS >> 6) + (KEYS >> 12)] |= np.int64(1) << (key >> 12)
         first[key] = e
     state[at + REACHED] |= come
+
+
+@helper()
+def set_off(
+    e0: Any, lane0: Any, lane1: Any, queue0: Any, queue1: Any, lane_first: Any, queue_first: Any,
+    every: Any, program: Any, state: Any, ends: Any, first: Any, there: Any,
+) -> None:  # fmt: skip
+    """Each host gets to its first event, and the first event of each queue to its front."""
+    for lane in range(lane0, lane1):
+        ends[lane - lane0] = 0
+        reach(lane_first[lane] - e0, every, program, state, ends, first, there)
+    for queue in range(queue0, queue1):
+        state[STATE * (queue_first[queue] - e0) + FRONT] = every
 
 
 @helper(forceinline=True)
@@ -629,7 +669,7 @@ def fill_channel(
 
 @kernel
 def run(
-    cells: Int32s, table: Int64s, width: int, record: int,
+    cells: Int32s, table: Int64s, width: int, record: int, patience: int,
     job_event: Int32s, job_lane: Int32s, job_queue: Int32s, job_box: Int32s,
     lane_of: Int32s, lane_next: Int32s, lane_first: Int32s,
     queue_of: Int32s, queue_next: Int32s, queue_first: Int32s,
@@ -640,13 +680,14 @@ def run(
     channel: Int32s, sender: Int32s, outcome: Int64s, local: Int32s,
     program: Int32s, state: Int64s, second: Int64s, nodes: Int32s, units: Int32s,
     unit_words: Int64s, words: Int64s, ends: Int64s, number: Int32s, starts: Int32s, comps: Int32s,
-    first: Int32s, there: Int64s, settings: Int64s,
+    sent: Int32s, first: Int32s, there: Int64s, settings: Int64s,
 ) -> int:  # fmt: skip
     """Runs each cell, a job under a scenario, to its least fixpoint; writes ``outcome``.
 
     Arguments are those of :func:`replay_kernel.run` as far as they have the same names, and what
     :func:`scratch` makes; ``local`` int32[nodes] is scratch, too. Cells of a job lie side by side.
-    Cells that are not for lock step have ``COMPLETED`` of ``LEFT``.
+    Cells that are not for lock step have ``COMPLETED`` of ``LEFT``. ``patience``: as ``PATIENCE``;
+    it has a say in the order of steps only.
 
     Returns:
         How many steps were taken: an event is issued, starts or completes, in whichever scenarios.
@@ -654,6 +695,7 @@ def run(
     steps = 0
     n_cells = len(cells) // 3
     set_for = -1  # the job whose program is set up
+    watching = False  # are its scenarios too far apart?
     n_nodes = 0
     n_units = 0
     low = 0
@@ -692,6 +734,7 @@ def run(
             facts |= table[cells[3 * x + 1] * width + FACTS]
         settings[BOUNDED] = settings[ANY_MESSAGES] | settings[ANY_BYTES]
         if fits and set_for != j:
+            watching = True
             n_nodes, n_units = set_up(
                 e0, e1, lane0, lane1, facts, lane_of, lane_next, queue_of, queue_next,
                 unit_of, unit_first, unit_size, host_blocks, wait_kind, wait_needs, dep_start,
@@ -707,21 +750,30 @@ def run(
         every = np.int64(-1)
         if high - low < SCENARIOS:
             every = (np.int64(1) << (high - low)) - 1
+        goal = every
         early = settings[EARLIER]
         bounded = settings[BOUNDED]
-        begin_anew(
-            events, n_nodes, n_units, program, nodes, units, state, second, unit_words, words
-        )
+        ordering = False
+        anew = True
+        begun = steps
+        reached = 0
+        issued = 0
         full = 0  # events that completed in every scenario
         n_start = 0
         n_comp = 0
-        for lane in range(lane0, lane1):
-            ends[lane - lane0] = 0
-            reach(lane_first[lane] - e0, every, program, state, ends, first, there)
-        for queue in range(queue0, queue1):
-            state[STATE * (queue_first[queue] - e0) + FRONT] = every
+        n_sent = 0
 
         while True:
+            if anew:
+                begin_anew(
+                    events, n_nodes, n_units, program, nodes, units, state, second, unit_words,
+                    words,
+                )  # fmt: skip
+                set_off(
+                    e0, lane0, lane1, queue0, queue1, lane_first, queue_first, every, program,
+                    state, ends, first, there,
+                )  # fmt: skip
+                anew = False
             n_start, n_comp = natural(n_start), natural(n_comp)
             if n_start > 0:
                 # --- an event starts
@@ -748,12 +800,19 @@ def run(
                     come &= ~over
                     if come == 0:
                         continue
+                if ordering and program[here + ROLE] == SEND:
+                    sent[n_sent] = e
+                    n_sent += 1
                 for half in range(2):
                     node = program[here + NODE + half]
                     kind = program[here + ROLE] if half == 0 else RECV
                     if half == 0 and kind == SEND and len(eager_at) > 0 and eager_at[e0 + e] >= 0:
                         # rule 5, buffered: a send needs nobody
-                        free = come & having(settings, EAGER, eager_at[e0 + e])
+                        free = come
+                        if not ordering:
+                            free &= having(settings, EAGER, eager_at[e0 + e])
+                        elif eager_at[e0 + e] > 0:
+                            free = np.int64(0)
                         if free != 0:
                             n_comp = meet(
                                 e, 0, free, program, state, second, units, unit_words, words,
@@ -903,6 +962,22 @@ def run(
                 come = state[at + REACHED] & ~state[at + ISSUED]
                 state[at + ISSUED] = state[at + REACHED]
                 steps += 1
+                if ordering:
+                    program[here + NUMBER] = issued
+                    issued += 1
+                elif watching:
+                    if come == state[at + ISSUED]:
+                        reached += 1
+                    elif steps - begun > APART * reached + patience:
+                        watching = False
+                        ordering = True
+                        anew = True
+                        every, early, bounded = np.int64(1), np.int64(0), np.int64(0)
+                        n_start = 0
+                        n_comp = 0
+                        for x in range(len(there)):
+                            there[x] = 0
+                        continue
                 place = program[here + PLACE]
                 u = program[here + UNIT]
                 free = come
@@ -930,6 +1005,21 @@ def run(
                     free &= unit_words[UNIT_WORDS * u + PASSED]
                 if free != 0:
                     reach(program[here + NEXT], free, program, state, ends, first, there)
+            elif ordering:
+                # rendezvous stands here: it goes on as if what was sent were buffered
+                while n_sent > 0:
+                    n_sent -= 1
+                    n_comp = meet(
+                        natural(sent[n_sent]), 0, every, program, state, second, units, unit_words,
+                        words, comps, n_comp,
+                    )  # fmt: skip
+                if n_comp > 0:
+                    continue
+                put_in_order(events, issued, program)
+                ordering = False
+                anew = True
+                every, early, bounded = goal, settings[EARLIER], settings[BOUNDED]
+                full = 0
             else:
                 break
 

@@ -14,7 +14,7 @@ from programs import Program, seeds, trace_of
 
 from dl2gpu.analysis import choice_kernel as ck
 from dl2gpu.analysis import outcomes as module
-from dl2gpu.analysis.lockstep_kernel import LEFT
+from dl2gpu.analysis.lockstep_kernel import LEFT, PATIENCE
 from dl2gpu.analysis.matching import match
 from dl2gpu.analysis.outcomes import outcomes
 from dl2gpu.analysis.replay import build, run
@@ -81,6 +81,31 @@ def test_scenarios_that_part_meet_again() -> None:
     got, wanted, steps = both([program], tried)
     assert (got == wanted).all()
     assert steps < apart / 3
+
+
+def apart(steps: int) -> Program:
+    """One of two ranks sends many messages, and the other works before it receives them."""
+    rng = np.random.default_rng(steps)
+    ops: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+    for _ in range(steps):
+        sender = int(rng.integers(2))
+        ops[1 - sender] += [op("all_reduce", comm=f"{1 - sender}")] * int(rng.integers(20))
+        for _ in range(int(rng.integers(1, 40))):
+            ops[sender].append(op("send", peer=1 - sender))
+            ops[1 - sender].append(op("recv", peer=sender))
+    return Program(ops, {"w": [0, 1], "0": [0], "1": [1]})
+
+
+def test_scenarios_that_stay_apart_are_put_in_order() -> None:
+    program = apart(200)
+    events = sum(map(len, program.ops.values()))
+    tried = [replace(WHAT_IF, buffer_messages=k) for k in range(1, 64)]
+    wanted, _, as_before = both([program], tried, patience=1 << 40)
+    at_once, alone, _ = both([program], tried, patience=-(1 << 40))
+    got, _, steps = both([program], tried)
+    assert got.tolist() == at_once.tolist() == wanted.tolist() == alone.tolist()
+    # three of rendezvous, three of all, and what was lost until then
+    assert steps < 7 * events + PATIENCE < as_before / 1.5
 
 
 def test_each_ends_where_its_buffer_ends() -> None:
