@@ -35,6 +35,8 @@ from dl2gpu.analysis.choice_kernel import (
     MASK,
     POOL_BYTES,
     STANDING,
+    WILD,
+    WILD_CHOSEN,
     mixed,
 )
 from dl2gpu.analysis.replay_kernel import (
@@ -271,7 +273,7 @@ def set_up(
                     local[channel[v]] = -1
     for e in range(e0, e1):
         at = PROGRAM * (e - e0)
-        if known[e] & facts or (alone[e] and node2[e] >= 0):
+        if known[e] & facts or wait_kind[e] > 2 or (alone[e] and node2[e] >= 0):
             return -1, 0
         lane = lane_of[e] - lane0
         program[at + KEY] = number[lane]
@@ -715,7 +717,9 @@ def run(
             row = cells[3 * high + 1] * width
             bit = np.int64(1) << (high - low)
             facts |= table[row + FACTS]
-            if table[row + ATOMIC] != 0 or table[row + POOL_BYTES] > 0:
+            if table[row + ATOMIC] != 0 or table[row + WILD] == WILD_CHOSEN:
+                fits = False
+            if table[row + POOL_BYTES] > 0:
                 fits = False
             if table[row + EAGER_BYTES] >= 0:
                 put(settings, EAGER, table[row + EAGER_BYTES], bit)

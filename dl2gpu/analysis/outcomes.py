@@ -106,7 +106,9 @@ def _by_threads(p: Program, batch: Batch) -> Array:
     new = np.flatnonzero(np.diff(jobs, prepend=-1))  # cells of one job lie side by side
     many = np.diff(new, append=len(jobs))
     nth = np.arange(len(jobs)) - np.repeat(new, many)
+    box = p.kernel["job_box"]
     together = (np.repeat(many, many) >= _LEAST_SCENARIOS) & (size <= _MOST_EVENTS)
+    together &= box[jobs] == box[jobs + 1]  # wildcards are for one after the other
     out = np.zeros((len(jobs), batch.record), np.int64)
     out[:, ck.COMPLETED] = LEFT
     if together.any():
