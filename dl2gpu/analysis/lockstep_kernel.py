@@ -155,7 +155,7 @@ _MOST: Final = (1 << 63) - 1
 def scratch(jobs: Array, job_event: Array, job_lane: Array, dep_start: Array) -> tuple[Array, ...]:
     """Working arrays of :func:`run`, large enough for any of the jobs.
 
-    Some 170 bytes an event of the largest job are used, and as many more reserved.
+    Some 170 bytes an event of the largest job are used, and twice as many more reserved.
     """
     begin, end = job_event[jobs], job_event[jobs + 1]
     events = int((end - begin).max(initial=0))
@@ -165,7 +165,9 @@ def scratch(jobs: Array, job_event: Array, job_lane: Array, dep_start: Array) ->
         np.empty(PROGRAM * events, np.int32),  # program
         np.empty(STATE * events, np.int64),  # state
         np.empty(events, np.int64),  # second: the second part is satisfied
-        np.empty(2 * NODES * events, np.int32),  # nodes
+        np.empty(
+            4 * NODES * events, np.int32
+        ),  # nodes: two an event, and the first of each channel
         np.empty(UNITS * (events // 2 + 1), np.int32),  # units
         np.empty(UNIT_WORDS * (events // 2 + 1), np.int64),  # unit_words
         # a node has at most two words a part, a wait at most one a request, a batch two a part
