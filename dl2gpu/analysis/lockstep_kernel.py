@@ -165,9 +165,8 @@ def scratch(jobs: Array, job_event: Array, job_lane: Array, dep_start: Array) ->
         np.empty(PROGRAM * events, np.int32),  # program
         np.empty(STATE * events, np.int64),  # state
         np.empty(events, np.int64),  # second: the second part is satisfied
-        np.empty(
-            4 * NODES * events, np.int32
-        ),  # nodes: two an event, and the first of each channel
+        # nodes: two an event, and the first of each channel
+        np.empty(4 * NODES * events, np.int32),
         np.empty(UNITS * (events // 2 + 1), np.int32),  # units
         np.empty(UNIT_WORDS * (events // 2 + 1), np.int64),  # unit_words
         # a node has at most two words a part, a wait at most one a request, a batch two a part
