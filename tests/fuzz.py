@@ -1,5 +1,7 @@
 """Replays programs of many seeds and holds each reading against the slow reference.
 
+Scenarios in lock step are held against each of them alone.
+
     python tests/fuzz.py 0 200
 
 Tests look at the same programs in every run; this looks at others. What disagrees is printed, cut
@@ -13,6 +15,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from lockstep import disagreements
 from programs import from_seed
 from test_against_naive import A_BATCH, READINGS, assert_agree
 
@@ -28,6 +31,9 @@ def main(low: int, high: int) -> int:
             except pytest.fail.Exception as difference:
                 bad += 1
                 print(f"seed {seed}, {name}: {difference}", flush=True)
+        for cell in disagreements(seed, A_BATCH):
+            bad += 1
+            print(cell, flush=True)
     print(f"{bad} disagreements in {(high - low) * A_BATCH} programs of {len(READINGS)} readings")
     return bad
 

@@ -55,6 +55,10 @@ READINGS = {
         naive.Choices(buffer_bytes=48, use_states=False),
         {"buffer_bytes": 48, "use_states": False},
     ),
+    "any bytes a channel": Reading(
+        naive.Choices(buffer_bytes=naive.INFINITE, use_states=False),
+        {"buffer_bytes": Scenario.INFINITE, "use_states": False},
+    ),
     "2 messages, 64 B, eager, atomic": Reading(
         naive.Choices(16, 2, 64, atomic_batch=True, use_states=False),
         {

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from dl2gpu.engine.native import helper
+from dl2gpu.engine.native_bits import natural
 
 # --- columns of a scenario (a row of integers); behind the last come the choices that are given
 EAGER_BYTES: Final = 0
@@ -63,7 +64,7 @@ PROBES: Final = 5
 @helper(forceinline=True)
 def satisfy(sats: Any, n: Any, satisfied: Any, part: Any) -> Any:
     """Puts a part on the stack of satisfied parts, once. ``part``: 4 event + 2 layer + half."""
-    e = part >> 2
+    e = natural(part >> 2)
     bit = np.uint8(1 << (part & 3))
     if satisfied[e] & bit:
         return n
@@ -83,20 +84,21 @@ def mixed(value: Any) -> Any:
 
 @helper()
 def fill_channel(
-    first: Any, layer: Any, most: Any, room: Any, channel: Any, sender: Any, eager_at: Any,
-    node_blocks: Any, arrived: Any, root_in: Any, sats: Any, n_sat: Any, satisfied: Any,
+    first: Any, layer: Any, most: Any, room: Any, sender: Any, eager_at: Any, node_blocks: Any,
+    arrived: Any, root_in: Any, sats: Any, n_sat: Any, satisfied: Any,
 ) -> Any:  # fmt: skip
     """Lets go the sends of a channel that fit its buffer (rule 5). Returns the stack's height.
 
     A standard send fits when fewer than ``most`` earlier ones (0: any number) are unreceived, and
     their bytes and its own are at most ``room`` (0: any number). Messages at the head of the
-    channel that are received are passed over for good.
+    channel that are received are passed over for good, and behind the last that was sent
+    (``arrived[3]`` of the first says how many that are) there is nothing to look at.
     """
     held = 0
     load = 0
     lead = True
     v = first + arrived[2, first]
-    while v < len(channel) and channel[v] == first:
+    while v < first + arrived[3, first]:
         gone = arrived[layer, v] - np.int64(root_in[layer, v]) >= 1 and not node_blocks[v]
         s = sender[v]
         if s >= 0 and eager_at[s] > 0:

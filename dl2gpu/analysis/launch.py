@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from dl2gpu.analysis import choice_kernel as ck
-from dl2gpu.analysis import replay_kernel, rounds_kernel
+from dl2gpu.analysis import lockstep_kernel, replay_kernel, rounds_kernel
 from dl2gpu.analysis.scenario import Scenario, table_of
 from dl2gpu.analysis.tables import ROLE
 from dl2gpu.engine.arrays import Array, codes, plain
@@ -19,7 +19,7 @@ from dl2gpu.trace.schema import OP, SEND_MODE
 if TYPE_CHECKING:
     from dl2gpu.analysis.replay import Layout, Program
 
-__all__ = ["Batch", "batch_of", "launch", "rounds_arguments"]
+__all__ = ["Batch", "batch_of", "launch", "launch_in_lockstep", "rounds_arguments"]
 
 _NONE: Final = np.zeros(0, np.int64)
 
@@ -120,6 +120,32 @@ def _by_work_list(p: Program, b: Batch) -> dict[str, Array]:
         *replay_kernel.stacks(np.unique(b.cells[:, 0]), p.job_event, b.job_lane, b.job_queue),
     )  # fmt: skip
     return got
+
+
+def launch_in_lockstep(
+    p: Program, b: Batch, patience: int = lockstep_kernel.PATIENCE
+) -> tuple[Array, int]:
+    """The outcomes by :mod:`lockstep_kernel`, and in how many steps; cells of a job side by side.
+
+    A cell that it leaves has ``COMPLETED`` of ``lockstep_kernel.LEFT``.
+    """
+    k, lay, x = p.kernel, b.layout, b.extra
+    outcome = np.zeros(b.record * len(b.cells), np.int64)
+    steps = lockstep_kernel.run(
+        b.cells.ravel(), b.table, b.width, b.record, patience,
+        p.job_event, b.job_lane, b.job_queue, k["job_box"],
+        lay.lane_of, lay.lane_next, lay.lane_first,
+        lay.queue_of, lay.queue_next, lay.queue_first,
+        lay.unit_of, lay.unit_first, lay.unit_size,
+        k["host_blocks"], k["wait_kind"], k["wait_needs"], k["dep_start"], k["dep_wait"],
+        k["node1"], k["node2"], k["role"], x["eager_at"], k["alone"], k["known"],
+        k["node_start"], k["node_part"], k["node_kind"], k["node_need"], k["node_blocks"],
+        x["channel"], x["sender"], outcome, np.empty(len(k["node_kind"]), np.int32),
+        *lockstep_kernel.scratch(
+            np.unique(b.cells[:, 0]), p.job_event, b.job_lane, k["dep_start"]
+        ),
+    )  # fmt: skip
+    return outcome, steps
 
 
 _MOST_EVENTS: Final = (1 << 29) - 1

@@ -1,13 +1,14 @@
 """How many jobs end under many scenarios: cells in batches, on whatever engine, in bounded memory.
 
-A cell is a job under a scenario. On the CPU its state is that of the cell before it, made new, so
-that a thread needs memory for its jobs once, however many scenarios there are; on a GPU so many
-copies of the state are made as fit a budget, and a block takes a cell.
+A cell is a job under a scenario. On the CPU scenarios of a job are replayed in lock step, 64 at a
+time (:mod:`lockstep_kernel`), and what that leaves one by one, each with the state of the one
+before it, made new: a thread needs memory for its jobs once, however many scenarios there are. On a
+GPU so many copies of the state are made as fit a budget, and a block takes a cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
@@ -15,7 +16,8 @@ from typing import Final
 import numpy as np
 
 from dl2gpu.analysis import choice_kernel as ck
-from dl2gpu.analysis.launch import Batch, batch_of, launch
+from dl2gpu.analysis.launch import Batch, batch_of, launch, launch_in_lockstep
+from dl2gpu.analysis.lockstep_kernel import LEFT, SCENARIOS
 from dl2gpu.analysis.replay import Program, layout
 from dl2gpu.analysis.scenario import Scenario
 from dl2gpu.engine.arrays import Array
@@ -29,6 +31,12 @@ STATE_BYTES: Final = 1 << 30
 _BYTES_AN_EVENT: Final = 80
 _LEAST_EVENTS: Final = 200_000
 """Events of all cells that make a thread worth its while."""
+
+_LEAST_SCENARIOS: Final = 4
+"""Cells of a job from which on lock step is faster, however little they have in common."""
+
+_MOST_EVENTS: Final = 1 << 22
+"""Events of a job that is replayed in lock step: each takes some 170 bytes."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +103,45 @@ def _by_threads(p: Program, batch: Batch) -> Array:
     """The outcomes, by threads with a state each; they share nothing that is written."""
     jobs = batch.cells[:, 0]
     size = (p.job_event[jobs + 1] - p.job_event[jobs]).astype(np.int64)
-    threads = int(min(cores(), max(size.sum() // _LEAST_EVENTS, 1), len(jobs)))
+    new = np.flatnonzero(np.diff(jobs, prepend=-1))  # cells of one job lie side by side
+    many = np.diff(new, append=len(jobs))
+    nth = np.arange(len(jobs)) - np.repeat(new, many)
+    box = p.kernel["job_box"]
+    together = (np.repeat(many, many) >= _LEAST_SCENARIOS) & (size <= _MOST_EVENTS)
+    together &= box[jobs] == box[jobs + 1]  # wildcards are for one after the other
+    out = np.zeros((len(jobs), batch.record), np.int64)
+    out[:, ck.COMPLETED] = LEFT
+    if together.any():
+        some = replace(batch, cells=batch.cells[together])
+        groups = np.flatnonzero(nth[together] % SCENARIOS == 0)
+        done = _divided(size[together][groups], groups, some, lambda b: launch_in_lockstep(p, b)[0])
+        out[together] = done.reshape(-1, batch.record)
+    alone = out[:, ck.COMPLETED] == LEFT
+    if alone.any():
+        some = replace(batch, cells=batch.cells[alone])
+        done = _divided(
+            size[alone], np.arange(alone.sum()), some, lambda b: launch(p, b)["outcome"]
+        )
+        out[alone] = done.reshape(-1, batch.record)
+    return out.ravel()
+
+
+def _divided(
+    cost: Array, begins: Array, batch: Batch, run: Callable[[Batch], Array]
+) -> Array:  # fmt: skip
+    """What ``run`` makes of a batch, divided among threads.
+
+    ``cost`` of the parts that stay whole, in events, and ``begins``: the first cell of each.
+    """
+    threads = int(min(cores(), max(cost.sum() // _LEAST_EVENTS, 1), len(cost)))
     if threads <= 1:
-        return launch(p, batch)["outcome"]
-    done = np.cumsum(size)
+        return run(batch)
+    done = np.cumsum(cost)
     cuts = np.searchsorted(done, np.linspace(0, done[-1], threads + 1)[1:-1]) + 1
-    parts = [replace(batch, cells=c) for c in np.split(batch.cells, np.unique(cuts)) if len(c)]
+    at = begins[np.unique(cuts[cuts < len(begins)])]
+    parts = [replace(batch, cells=c) for c in np.split(batch.cells, at)]
     with ThreadPoolExecutor(len(parts), thread_name_prefix="replay") as pool:
-        return np.concatenate([got["outcome"] for got in pool.map(lambda b: launch(p, b), parts)])
+        return np.concatenate(list(pool.map(run, parts)))
 
 
 def _by_copies(p: Program, batch: Batch) -> Array:

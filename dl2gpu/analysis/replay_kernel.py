@@ -54,6 +54,7 @@ from dl2gpu.engine.native import (
     UInt32s,
     kernel,
 )
+from dl2gpu.engine.native_bits import natural, soon
 
 SYNCHRONISING: Final = 0
 ROOT_SENDS: Final = 1
@@ -65,6 +66,22 @@ ROOT: Final = 2
 SEND: Final = 3
 RECV: Final = 4
 PROBE: Final = 5
+
+# --- what most steps ask of an event, in one byte: what a replay waits for is memory
+ON_QUEUE: Final = 1
+IN_BATCH: Final = 2
+HOLDS: Final = 4
+"""It blocks its host."""
+NAMED: Final = 8
+"""Some wait names it."""
+WAITS: Final = 16
+"""It is a wait."""
+
+LINE: Final = 16
+"""Numbers of 32 bits in a cache line."""
+AHEAD: Final = 2 * LINE
+"""Events, and nodes, by which memory is asked before they come. A host goes along its events in the
+order in which they lie there, but there are too many hosts for a processor to notice."""
 
 
 def index_program(
@@ -279,11 +296,13 @@ def scratch(n: int, lanes: int, queues: int, units: int, nodes: int) -> tuple[An
     """Working arrays of :func:`run`, shared by its threads (each touches its own jobs' parts)."""
     return (
         np.zeros(lanes + queues, np.bool_),  # waiting: the agent is on the work list
+        np.zeros(n, np.uint8),  # shape: ON_QUEUE and on
         np.zeros(n, np.bool_),  # ready
         np.zeros(n, np.int8),  # parts_left
         np.zeros(n, np.uint8),  # satisfied
         np.zeros((4, units), np.int32),  # unit_ready, unit_left, unit_total, unit_met
-        np.zeros((3, nodes), np.int32),  # arrived; messages at the head of a channel that are gone
+        # arrived; of a channel, messages at its head that are gone, and up to the last sent
+        np.zeros((4, nodes), np.int32),
         np.zeros((2, nodes), np.bool_),  # root_in
         np.zeros(lanes, np.int32),  # outstanding
         np.full(lanes, -1, np.int32),  # forced: last event of the lane known to be passed
@@ -321,8 +340,8 @@ def run(
     issued: Bools, started: Bools, completed: Bools, lane_at: Int32s, queue_at: Int32s,
     partner: Int32s, outcome: Int64s, order: Int32s,
     wait_left: Int32s,
-    waiting: Bools, ready: Bools, parts_left: Int8s, satisfied: UInt8s, units: Int32Rows,
-    arrived: Int32Rows, root_in: BoolRows, outstanding: Int32s, forced: Int32s,
+    waiting: Bools, shape: UInt8s, ready: Bools, parts_left: Int8s, satisfied: UInt8s,
+    units: Int32Rows, arrived: Int32Rows, root_in: BoolRows, outstanding: Int32s, forced: Int32s,
     take_at: Int32s, send_at: Int32s, pool_used: Int64s,
     starts: Int64s, sats: Int64s, comps: Int32s, agents: Int32s,
 ) -> None:  # fmt: skip
@@ -354,6 +373,7 @@ def run(
     """
     n_lanes = len(lane_first)
     unit_ready, unit_left, unit_total, unit_met = units[0], units[1], units[2], units[3]
+    n_nodes = len(node_kind)
     n_cells = len(cells) // 3
     n = len(rank_of) if len(order) > 0 else 0
 
@@ -379,7 +399,7 @@ def run(
         n_comp = 0
         n_agent = 0
         early_mail = True
-        e0, e1 = job_event[j], job_event[j + 1]
+        e0, e1 = natural(job_event[j]), job_event[j + 1]
         if cell > 0 and cells[3 * cell - 3] == j:
             # the same job again: as if nothing had moved
             for e in range(e0, e1):
@@ -392,18 +412,31 @@ def run(
                 for half in range(2):
                     v = node1[e] if half == 0 else node2[e]
                     if v >= 0:
-                        arrived[0, v] = arrived[1, v] = arrived[2, v] = 0
+                        arrived[0, v] = arrived[1, v] = arrived[2, v] = arrived[3, v] = 0
                         root_in[0, v] = root_in[1, v] = False
                 u = unit_of[e]
                 if u >= 0:
                     unit_ready[u] = unit_left[u] = unit_total[u] = unit_met[u] = 0
-            for lane in range(job_lane[j], job_lane[j + 1]):
+            for lane in range(natural(job_lane[j]), job_lane[j + 1]):
                 outstanding[lane] = 0
                 forced[lane] = -1
             for b in range(job_box[j], job_box[j + 1]):
                 take_at[b] = take_start[b]
                 send_at[b] = send_start[b]
+        probes = False  # are there any in this job?
+        gathers = False  # waits for everything
         for e in range(e0, e1):
+            what = 0
+            if queue_of[e] >= 0:
+                what |= ON_QUEUE
+            elif host_blocks[e]:
+                what |= HOLDS
+            if dep_start[e + 1] > dep_start[e]:
+                what |= NAMED
+            if wait_kind[e] != 0:
+                what |= WAITS
+                gathers |= wait_kind[e] == 2
+            probes |= role[e] == PROBE
             parts = 0
             if wait_kind[e] == 0 and not alone[e]:
                 if node1[e] >= 0 or role[e] != 0:
@@ -412,8 +445,10 @@ def run(
                     parts = 2
             parts_left[e] = parts
             if unit_of[e] >= 0:
+                what |= IN_BATCH
                 unit_left[unit_of[e]] += parts
                 unit_total[unit_of[e]] += parts
+            shape[e] = what
             if known[e] & facts:
                 # rule 7: what the trace says completed, completed; its lane got at least here
                 forced[lane_of[e]] = e
@@ -439,23 +474,25 @@ def run(
                         root_in[layer, node1[e]] = True
                 if node2[e] >= 0:
                     arrived[layer, node2[e]] += 1
-            for x in range(dep_start[e], dep_start[e + 1]):
+            for x in range(natural(dep_start[e]), dep_start[e + 1]):
                 wait_left[dep_wait[x]] -= 1
-        for lane in range(job_lane[j], job_lane[j + 1]):
+        for lane in range(natural(job_lane[j]), job_lane[j + 1]):
             lane_at[lane] = lane_first[lane]
             agents[n_agent] = lane
             waiting[lane] = True
             n_agent += 1
-        for queue in range(job_queue[j], job_queue[j + 1]):
+        for queue in range(natural(job_queue[j]), job_queue[j + 1]):
             queue_at[queue] = queue_first[queue]
             agents[n_agent] = n_lanes + queue
             waiting[n_lanes + queue] = True
             n_agent += 1
 
         while True:
+            n_start, n_sat = natural(n_start), natural(n_sat)
+            n_comp, n_agent = natural(n_comp), natural(n_agent)
             if n_comp > 0:
                 n_comp -= 1
-                e = comps[n_comp]
+                e = natural(comps[n_comp])
                 if completed[e]:
                     continue
                 completed[e] = True
@@ -463,24 +500,29 @@ def run(
                 if n > 0:
                     step += 1
                     order[2 * n + e] = step
-                lane = lane_of[e]
-                if queue_of[e] >= 0 or not host_blocks[e]:
-                    outstanding[lane] -= 1
-                at = lane_at[lane]
-                moved = at == e or unit_of[e] >= 0
-                if at >= 0 and wait_kind[at] == 2 and outstanding[lane] <= 0:
-                    moved = True
-                if at >= 0 and moved and not waiting[lane]:
-                    agents[n_agent] = lane
-                    waiting[lane] = True
-                    n_agent += 1
-                queue = queue_of[e]
-                if queue >= 0 and not waiting[n_lanes + queue]:
-                    agents[n_agent] = n_lanes + queue
-                    waiting[n_lanes + queue] = True
-                    n_agent += 1
-                for x in range(dep_start[e], dep_start[e + 1]):
-                    w = dep_wait[x]
+                what = shape[e]
+                if gathers or what & (HOLDS | IN_BATCH):
+                    lane = natural(lane_of[e])
+                    if gathers and not what & HOLDS:
+                        outstanding[lane] -= 1
+                    at = lane_at[lane]
+                    moved = at == e or what & IN_BATCH != 0
+                    if gathers and at >= 0 and wait_kind[at] == 2 and outstanding[lane] <= 0:
+                        moved = True
+                    if at >= 0 and moved and not waiting[lane]:
+                        agents[n_agent] = lane
+                        waiting[lane] = True
+                        n_agent += 1
+                if what & ON_QUEUE:
+                    queue = natural(queue_of[e])
+                    if not waiting[n_lanes + queue]:
+                        agents[n_agent] = n_lanes + queue
+                        waiting[n_lanes + queue] = True
+                        n_agent += 1
+                if not what & NAMED:
+                    continue
+                for x in range(natural(dep_start[e]), dep_start[e + 1]):
+                    w = natural(dep_wait[x])
                     wait_left[w] -= 1
                     if wait_left[w] <= 0 and issued[w]:
                         a = lane_of[w] if queue_of[w] < 0 else n_lanes + queue_of[w]
@@ -490,7 +532,7 @@ def run(
                             n_agent += 1
             elif n_sat > 0:
                 n_sat -= 1
-                e = sats[n_sat] >> 2
+                e = natural(sats[n_sat] >> 2)
                 if not sats[n_sat] & 2:
                     u = unit_of[e]
                     if u >= 0:
@@ -504,12 +546,12 @@ def run(
                                 x = lane_next[x]
                     continue
                 parts_left[e] -= 1
-                u = unit_of[e]
-                if u < 0:
+                if not shape[e] & IN_BATCH:
                     if parts_left[e] == 0:
                         comps[n_comp] = e
                         n_comp += 1
                 else:
+                    u = natural(unit_of[e])
                     unit_left[u] -= 1
                     if unit_left[u] == 0 and unit_ready[u] == unit_size[u]:
                         x = unit_first[u]
@@ -520,9 +562,9 @@ def run(
                             x = lane_next[x]
             elif n_start > 0:
                 n_start -= 1
-                e = starts[n_start] >> 1
-                layer = starts[n_start] & 1
-                u = unit_of[e]
+                e = natural(starts[n_start] >> 1)
+                layer = natural(starts[n_start] & 1)
+                u = unit_of[e] if shape[e] & IN_BATCH else -1
                 if not started[e]:
                     started[e] = True
                     if n > 0:
@@ -533,7 +575,7 @@ def run(
                             comps[n_comp] = e
                             n_comp += 1
                         continue
-                    layer = 0 if atomic else 1
+                    layer = natural(0 if atomic else 1)
                     if atomic and u < 0:
                         starts[n_start] = 2 * e + 1
                         n_start += 1
@@ -557,17 +599,30 @@ def run(
                         if root_in[layer, v]:
                             n_sat = satisfy(sats, n_sat, satisfied, code)
                         continue
+                    if v % LINE == 0:
+                        soon(arrived, layer * n_nodes + v + AHEAD)
+                        soon(node_start, v + AHEAD)
+                        soon(node_need, v + AHEAD)
+                        soon(node_part, node_start[v] + 2 * AHEAD)
+                        soon(node_part, node_start[v] + 2 * AHEAD + LINE)
+                        if v % (4 * LINE) == 0:
+                            soon(root_in, layer * n_nodes + v + 4 * LINE)
+                            soon(node_blocks, v + 4 * LINE)
+                            soon(node_kind, v + 4 * LINE)
                     arrived[layer, v] += 1
                     if kind == ROOT or kind == SEND:
                         root_in[layer, v] = True
-                        if node_kind[v] == MESSAGE:
-                            for x in range(node_start[v], node_start[v + 1]):
-                                w = node_part[x] >> 1
+                        if probes and node_kind[v] == MESSAGE:
+                            for x in range(natural(node_start[v]), node_start[v + 1]):
+                                w = natural(node_part[x] >> 1)
                                 if role[w] == PROBE and started[w]:
                                     n_sat = satisfy(sats, n_sat, satisfied, 4 * w + 2 * layer)
                     if bounded and node_kind[v] == MESSAGE:
+                        if kind == SEND:
+                            sent = v - channel[v] + 1
+                            arrived[3, channel[v]] = max(arrived[3, channel[v]], sent)
                         n_sat = fill_channel(
-                            channel[v], layer, buffer_messages, buffer_bytes, channel, sender,
+                            channel[v], layer, buffer_messages, buffer_bytes, sender,
                             eager_at, node_blocks, arrived, root_in, sats, n_sat, satisfied,
                         )  # fmt: skip
                     if node_blocks[v]:
@@ -575,8 +630,8 @@ def run(
                     if early and node_kind[v] == ROOT_SENDS:
                         # rule 4, released early: the root needs nobody, the others need the root
                         if kind == ROOT:
-                            for x in range(node_start[v], node_start[v + 1]):
-                                w = node_part[x] >> 1
+                            for x in range(natural(node_start[v]), node_start[v + 1]):
+                                w = natural(node_part[x] >> 1)
                                 if started[w]:
                                     n_sat = satisfy(sats, n_sat, satisfied, 4 * w + 2 * layer)
                         elif root_in[layer, v]:
@@ -587,15 +642,15 @@ def run(
                     if arrived[layer, v] != node_need[v]:
                         continue
                     # rules 3 and 5: all have come
-                    for x in range(node_start[v], node_start[v + 1]):
-                        w = node_part[x] >> 1
-                        if role[w] != PROBE:
+                    for x in range(natural(node_start[v]), node_start[v + 1]):
+                        w = natural(node_part[x] >> 1)
+                        if not probes or role[w] != PROBE:
                             n_sat = satisfy(
                                 sats, n_sat, satisfied, 4 * w + 2 * layer + (node_part[x] & 1)
                             )
             elif n_agent > 0:
                 n_agent -= 1
-                a = agents[n_agent]
+                a = natural(agents[n_agent])
                 waiting[a] = False
                 if a < n_lanes:
                     # rule 1: the host goes on until it stands at something that blocks it
@@ -603,20 +658,41 @@ def run(
                     e = lane_at[lane]
                     while e >= 0:
                         passed_before = e <= forced[lane]
+                        what = shape[e]
                         if not issued[e]:
                             issued[e] = True
+                            if e % LINE == 0:
+                                soon(lane_of, e + AHEAD)
+                                soon(lane_next, e + AHEAD)
+                                soon(node1, e + AHEAD)
+                                soon(node2, e + AHEAD)
+                                if what & ON_QUEUE:
+                                    soon(queue_of, e + AHEAD)
+                                    soon(queue_next, e + AHEAD)
+                                if what & NAMED:
+                                    soon(dep_start, e + AHEAD)
+                                    soon(dep_wait, natural(dep_start[e]) + AHEAD)
+                                if e % (4 * LINE) == 0:
+                                    soon(shape, e + 4 * LINE)
+                                    soon(role, e + 4 * LINE)
+                                    soon(parts_left, e + 4 * LINE)
+                                    soon(satisfied, e + 4 * LINE)
+                                    soon(ready, e + 4 * LINE)
+                                    soon(issued, e + 4 * LINE)
+                                    soon(started, e + 4 * LINE)
+                                    soon(completed, e + 4 * LINE)
                             if n > 0:
                                 step += 1
                                 order[e] = step
-                            if queue_of[e] >= 0 or not host_blocks[e]:
+                            if gathers and not what & HOLDS:
                                 outstanding[lane] += 1
-                            if queue_of[e] >= 0:
-                                b = n_lanes + queue_of[e]
+                            if what & ON_QUEUE:
+                                b = n_lanes + natural(queue_of[e])
                                 if not waiting[b]:
                                     agents[n_agent] = b
                                     waiting[b] = True
                                     n_agent += 1
-                            elif wait_kind[e] != 0:
+                            elif what & WAITS:
                                 started[e] = True
                                 if n > 0:
                                     step += 1
@@ -624,11 +700,11 @@ def run(
                             else:
                                 # rule 2: a host operation starts when issued, a batch as a unit
                                 ready[e] = True
-                                u = unit_of[e]
-                                if u < 0:
+                                if not what & IN_BATCH:
                                     starts[n_start] = 2 * e
                                     n_start += 1
                                 else:
+                                    u = natural(unit_of[e])
                                     unit_ready[u] += 1
                                     if unit_ready[u] == unit_size[u]:
                                         x = unit_first[u]
@@ -637,30 +713,29 @@ def run(
                                                 starts[n_start] = 2 * x
                                                 n_start += 1
                                             x = lane_next[x]
-                        if queue_of[e] < 0 and host_blocks[e] and not completed[e]:
-                            if wait_kind[e] == 1 and wait_left[e] <= 0:
-                                comps[n_comp] = e
-                                n_comp += 1
-                                break
-                            if wait_kind[e] == 2 and outstanding[lane] <= 0:
+                        if what & HOLDS and not completed[e]:
+                            if what & WAITS and (
+                                (wait_kind[e] == 1 and wait_left[e] <= 0)
+                                or (wait_kind[e] == 2 and outstanding[lane] <= 0)
+                            ):
                                 comps[n_comp] = e
                                 n_comp += 1
                                 break
                             if passed_before:
-                                if wait_kind[e] != 0:
+                                if what & WAITS:
                                     # the host is known to have gone past this wait
                                     completed[e] = True
                                     n_completed += 1
-                            elif unit_of[e] < 0:
+                            elif not what & IN_BATCH:
                                 break
-                        u = unit_of[e]
-                        if u >= 0 and not passed_before:
+                        if what & IN_BATCH and not passed_before:
+                            u = unit_of[e]
                             # the host issues a batch as a whole, and waits behind its last member
                             x = lane_next[e]
                             if x < 0 or unit_of[x] != u:
                                 x = unit_first[u]
                                 while x >= 0 and unit_of[x] == u:
-                                    if queue_of[x] < 0 and host_blocks[x] and not completed[x]:
+                                    if shape[x] & HOLDS and not completed[x]:
                                         break
                                     x = lane_next[x]
                                 if x >= 0 and unit_of[x] == u:
@@ -676,7 +751,7 @@ def run(
                     queue_at[queue] = e
                     if e < 0 or not issued[e]:
                         continue
-                    if wait_kind[e] != 0:
+                    if shape[e] & WAITS:
                         if n > 0 and not started[e]:
                             step += 1
                             order[n + e] = step
@@ -685,7 +760,7 @@ def run(
                             comps[n_comp] = e
                             n_comp += 1
                         continue
-                    u = unit_of[e]
+                    u = unit_of[e] if shape[e] & IN_BATCH else -1
                     if u < 0:
                         if not ready[e]:
                             ready[e] = True
@@ -823,13 +898,13 @@ def run(
             standing = 0
             digest1 = 0
             digest2 = 0
-            for lane in range(job_lane[j], job_lane[j + 1]):
+            for lane in range(natural(job_lane[j]), job_lane[j + 1]):
                 e = lane_at[lane]
                 if e >= 0:
                     standing += 1
                     digest1 = (digest1 + mixed(e - e0 + 5)) & MASK
                     digest2 = (digest2 + mixed(3 * (e - e0) + 11)) & MASK
-            for queue in range(job_queue[j], job_queue[j + 1]):
+            for queue in range(natural(job_queue[j]), job_queue[j + 1]):
                 e = queue_at[queue]
                 if e >= 0:
                     standing += 1

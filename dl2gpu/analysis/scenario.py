@@ -69,6 +69,10 @@ class Scenario:
 POLICY: Final = {"first": ck.CHOOSE_FIRST, "last": ck.CHOOSE_LAST, "seeded": ck.CHOOSE_SEEDED}
 
 
+_NO_LIMIT: Final = 1 << 62
+"""Bytes of a buffer from which it holds anything: below, the bytes of two fit a word."""
+
+
 def table_of(scenarios: Sequence[Scenario]) -> tuple[Array, int]:
     """(int64[scenarios * width], width): the rows of integers that the kernels take.
 
@@ -84,10 +88,16 @@ def table_of(scenarios: Sequence[Scenario]) -> tuple[Array, int]:
                 "scenario: expected use_states and use_records false where matches are chosen or a "
                 "pool is shared, found true: what is recorded was chosen already"
             )
+        messages, size, pool = s.buffer_messages, s.buffer_bytes, s.pool_bytes
+        # without a limit there is nothing to add up: messages may be of unknown size
+        if pool >= _NO_LIMIT:
+            messages, size, pool = s.INFINITE, 0, 0
+        elif size >= _NO_LIMIT:
+            messages, size = messages or s.INFINITE, 0
         wild = ck.WILD_CHOSEN if s.chosen else ck.WILD_HIGH if s.wild_high else ck.WILD_LOW
         row[: ck.PARAMETERS] = (
-            s.eager_bytes, s.early_release, s.atomic_batch, wild, s.buffer_messages,
-            s.buffer_bytes, s.pool_bytes, POLICY[s.policy], s.seed, facts, len(s.given),
+            s.eager_bytes, s.early_release, s.atomic_batch, wild, messages, size, pool,
+            POLICY[s.policy], s.seed, facts, len(s.given),
         )  # fmt: skip
         row[ck.PARAMETERS : ck.PARAMETERS + len(s.given)] = s.given
     return table.ravel(), width

@@ -18,7 +18,9 @@ import numpy.typing as npt
 import polars as pl
 
 from dl2gpu.analysis.finding import Finding
-from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, run
+from dl2gpu.analysis.lockstep_kernel import SCENARIOS
+from dl2gpu.analysis.outcomes import outcomes
+from dl2gpu.analysis.replay import Fixpoint, Program, Scenario
 from dl2gpu.analysis.roots import Cause
 from dl2gpu.analysis.tables import ROLE
 from dl2gpu.analysis.waitfor import Graph, stands_at
@@ -63,34 +65,36 @@ def still_stuck(g: Graph, cause: Cause, lenient: Fixpoint) -> bool:
     return held or not any_part
 
 
-def runs(p: Program, job: int, eager_bytes: int, early_release: bool) -> bool:
-    """Does the job run to its end with these buffers?"""
-    lo, hi = p.job_event[job], p.job_event[job + 1]
-    scenario = Scenario(eager_bytes=eager_bytes, early_release=early_release)
-    fix = run(p, scenario, np.array([job], dtype=np.int32))
-    return bool(fix.completed[lo:hi].all())
-
-
 def smallest_safe_buffer(p: Program, job: int, early_release: bool) -> int | None:
     """Smallest eager threshold in bytes under which the job runs to its end; None if there is none.
 
     Only the sizes of its own sends matter. Larger buffers only ever help (there is no wildcard and
-    no wait-any whose choice could change), so the threshold is found by bisection.
+    no wait-any whose choice could change), so the threshold is bracketed closer and closer, by as
+    many sizes at a time as go in lock step.
     """
     lo, hi = p.job_event[job], p.job_event[job + 1]
     events = p.matching.events[int(lo) : int(hi)]
     sends = events.filter(pl.Series(p.kernel["role"][lo:hi] == ROLE["send"]))["bytes"]
     sizes = sends.filter(sends > 0).unique().sort().to_numpy()
-    if not len(sizes) or not runs(p, job, int(sizes[-1]), early_release):
+    if not len(sizes) or not runs(p, job, sizes[-1:], early_release)[0]:
         return None
+    at_once = 2 if p.kernel["known"][lo:hi].any() else SCENARIOS
     low, high = 0, len(sizes) - 1
     while low < high:
-        middle = (low + high) // 2
-        if runs(p, job, int(sizes[middle]), early_release):
-            high = middle
-        else:
-            low = middle + 1
+        places = low + (high - low) * np.arange(at_once) // at_once
+        places = np.unique(places[1:] if high - low >= at_once else places)
+        good = runs(p, job, sizes[places], early_release)
+        high = int(places[good].min(initial=high))
+        low = int(places[~good].max(initial=low - 1)) + 1
     return int(sizes[low])
+
+
+def runs(p: Program, job: int, eager_bytes: Array, early_release: bool) -> Array:
+    """bool[sizes]: with which eager thresholds does the job run to its end?"""
+    tried = [Scenario(eager_bytes=int(size), early_release=early_release) for size in eager_bytes]
+    cells = np.stack([np.full(len(tried), job), np.arange(len(tried))], axis=1)
+    through: Array = outcomes(p, tried, cells).completed == p.job_event[job + 1] - p.job_event[job]
+    return through
 
 
 def bytes_text(n: int) -> str:
@@ -115,7 +119,7 @@ def only_unbuffered(p: Program, f: Finding) -> Finding:
     safe = smallest_safe_buffer(p, f.job, early_release=False)
     if safe is not None:
         condition = f"only under rendezvous; smallest safe buffer {bytes_text(safe)}"
-    elif runs(p, f.job, 0, early_release=True):
+    elif runs(p, f.job, np.zeros(1, np.int64), early_release=True)[0]:
         condition = f"only {early}"
     else:
         safe = smallest_safe_buffer(p, f.job, early_release=True)

@@ -527,6 +527,10 @@ def _sizes(p: Program, jobs: Array) -> list[Array]:
     return [np.sort(known.get(job, empty).to_numpy()) for job in jobs.tolist()]
 
 
+_AT_ONCE: Final = 16
+"""Parts into which a bisection divides: the values between them go in lock step."""
+
+
 def _bisect(
     p: Program, jobs: Array, among: Sequence[Array | int], name: str
 ) -> list[int | None]:  # fmt: skip
@@ -551,8 +555,11 @@ def _bisect(
         fails[some] = _stands(p, jobs[some], at(some, high[some]))
     open_ = np.flatnonzero(~fails)
     while len(open_ := open_[high[open_] - low[open_] > 1]):
-        middle = (low[open_] + high[open_]) // 2
-        stuck = _stands(p, jobs[open_], at(open_, middle))
-        low[open_[stuck]] = middle[stuck]
-        high[open_[~stuck]] = middle[~stuck]
+        step = np.maximum((high[open_] - low[open_]) // _AT_ONCE, 1)
+        places = low[open_, None] + step[:, None] * np.arange(1, _AT_ONCE)
+        which, nth = np.nonzero(places < high[open_, None])
+        which, places = open_[which], places[which, nth]
+        stuck = _stands(p, jobs[which], at(which, places))
+        np.maximum.at(low, which[stuck], places[stuck])
+        np.minimum.at(high, which[~stuck], places[~stuck])
     return [None if fails[i] else value(i, int(high[i])) for i in range(len(jobs))]

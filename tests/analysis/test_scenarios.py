@@ -65,6 +65,19 @@ def test_several_exchanges_one_after_another() -> None:
     assert safe(made(*ranks)) == 90
 
 
+@pytest.mark.parametrize("critical", [1, 2, 63, 64, 65, 128, 129, 4000, 4999, 5000])
+@pytest.mark.parametrize("seen", [False, True], ids=["program", "with a recorded completion"])
+def test_one_size_of_very_many(critical: int, seen: bool) -> None:
+    """More sizes than are tried at once; all but one are those of messages that wait for nobody."""
+    sizes = range(1, 5001)
+    ranks = [[sized(1, n) for n in sizes], [taken(0, n) for n in sizes]]
+    for r in range(2):
+        ranks[r] += [sized(1 - r, critical), taken(1 - r, critical)]
+        if seen:
+            ranks[r][0]["state"] = "completed"
+    assert safe(made(*ranks)) == critical
+
+
 def test_looped_stages() -> None:
     """C49: two stages on two ranks that go round twice; all send their activations first."""
     ranks = [[sized(1 - r, 4096), sized(1 - r, 8192), taken(1 - r, 4096), taken(1 - r, 8192)]

@@ -28,6 +28,7 @@ from dl2gpu.engine.native import (
     helper,
     kernel,
 )
+from dl2gpu.engine.native_bits import lowest, natural, soon
 
 PACKAGE = Path(dl2gpu.__file__).parent
 
@@ -58,6 +59,12 @@ def positive(values: Int64s) -> bool:
 def shares(values: Int64s, by: int) -> None:
     for x in range(len(values)):
         values[x] //= by
+
+
+def places(values: Int64s, out: Int64s) -> None:
+    for x in range(len(values)):
+        soon(values, x + 8)  # beyond the end, too
+        out[natural(x)] = lowest(values[x])
 
 
 @pytest.fixture(params=["native", "numba"])
@@ -117,6 +124,15 @@ def test_as_the_plain_function(way: str, n: int) -> None:
         result = mixed(*expected)
     assert uncached(mixed)(*found) == result
     np.testing.assert_array_equal(found[-1], expected[-1])
+
+
+def test_single_instructions(way: str) -> None:
+    words = [0, 1, -1, 6, 1 << 40, -(1 << 63), (1 << 63) - 1, -(1 << 62)]
+    expected, found = np.zeros(8, np.int64), np.zeros(8, np.int64)
+    places(np.array(words), expected)
+    assert expected.tolist() == [64, 0, 0, 1, 40, 63, 0, 62]
+    uncached(places)(np.array(words), found)
+    assert found.tolist() == expected.tolist()
 
 
 def test_results(way: str) -> None:
