@@ -149,6 +149,13 @@ def scan(
     select: Annotated[
         str | None, typer.Option(metavar="JOB", help="Analyse this job only.")
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN",
+            help="What dl2gpu plan --out wrote: jobs with as many ranks are set against it.",
+        ),
+    ] = None,
     max_file_size: Annotated[
         str | None,
         typer.Option(
@@ -203,6 +210,7 @@ def scan(
                 workers=workers,
                 job_pattern=job_pattern,
                 select=select,
+                plan=plan,
                 progress=callback,
                 journal=None if out is None else parts_of(out),
             )

@@ -48,7 +48,7 @@ class Journal:
                 Path(part).write_bytes(result.encode())
 
     def _path(self, task: Task) -> Path:
-        parts = [__version__, *(_identity(file) for file in task.files)]
+        parts = [__version__, task.plan, *(_identity(file) for file in task.files)]
         return self.folder / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
 
 

@@ -15,7 +15,7 @@ from dl2gpu.report.model import Report
 from dl2gpu.shard import SHARD_BYTES, Result, Task
 from dl2gpu.trace.discover import discover
 from dl2gpu.trace.files import local_path
-from dl2gpu.trace.inputs import TraceFile
+from dl2gpu.trace.inputs import InputError, TraceFile
 
 __all__ = ["Progress", "Step", "scan"]
 
@@ -49,6 +49,7 @@ def scan(
     job_pattern: str | None = None,
     select: str | None = None,
     only: Collection[str] | None = None,
+    plan: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     journal: str | os.PathLike[str] | None = None,
 ) -> Report:
@@ -63,18 +64,21 @@ def scan(
         job_pattern: regular expression with named groups job, rank, attempt, searched in each path.
         select: only the job of this name (or folder).
         only: only these files, by the paths that :func:`dl2gpu.listing` gives.
+        plan: file that ``dl2gpu plan`` wrote: jobs with as many ranks are set against it.
         progress: called as work goes on.
         journal: folder for the results of finished shards. A scan that finds those of one that was
             killed goes on from there. Nobody but the caller removes it.
 
     Raises:
-        InputError: a path does not exist, or the pattern is no regular expression.
+        InputError: a path does not exist, the pattern is no regular expression, or the plan is
+            none.
         EngineError: the engine asked for cannot be used here.
         ClusterError: the cluster cannot be had, or went away.
     """
     began = time.perf_counter()
     roots = [paths] if isinstance(paths, str) else list(paths)
     check(cluster)
+    expected = "" if plan is None else _plan(plan)
 
     found = discover(roots, job_pattern, only)
     files = [f for f in found.files if select is None or select in (f.job, f.folder)]
@@ -84,7 +88,7 @@ def scan(
     with opened(cluster, workers, roots) as where:
         used = where.engine(engine)
         kept = None if journal is None else Journal(journal)
-        results = _results(files, used, where, kept, progress or _silent)
+        results = _results(files, used, where, kept, progress or _silent, expected)
     report = build(
         (results[number] for number in sorted(results)), found.inputs, select,
         {"bytes_read": sum(f.size for f in files), "engine": used, "cluster": cluster},
@@ -94,7 +98,12 @@ def scan(
 
 
 def _results(
-    files: Sequence[TraceFile], engine: str, where: Cluster, kept: Journal | None, tell: Progress
+    files: Sequence[TraceFile],
+    engine: str,
+    where: Cluster,
+    kept: Journal | None,
+    tell: Progress,
+    plan: str,
 ) -> dict[Number, bytes]:
     """The results of all shards, those of an earlier scan that was killed among them.
 
@@ -118,7 +127,7 @@ def _results(
     tell(step)
     todo: list[tuple[Number, Task]] = []
     for number, shard in enumerate(where.cut([_absolute(f) for f in files], SHARD_BYTES)):
-        task = Task(tuple(shard), engine)
+        task = Task(tuple(shard), engine, plan=plan)
         earlier = None if kept is None else kept.get(task)
         if earlier is None:
             todo.append(((number,), task))
@@ -129,6 +138,19 @@ def _results(
             kept.put(done.task, done.result)
         note(done.number, done.task, done.result)
     return results
+
+
+def _plan(path: str | os.PathLike[str]) -> str:
+    """The text of a plan, which was looked at. Raises InputError where it is none."""
+    from dl2gpu.planner.file import plan_of, read_text
+    from dl2gpu.planner.model import ModelError
+
+    try:
+        text = read_text(Path(path))
+        plan_of(text, Path(path))
+    except ModelError as e:
+        raise InputError(str(e)) from e
+    return text
 
 
 def _absolute(file: TraceFile) -> TraceFile:

@@ -53,6 +53,8 @@ class Task:
     engine: str = "cpu"
     threads: int | None = None
     """At most so many; default one for each usable processor."""
+    plan: str = ""
+    """What ``dl2gpu plan`` wrote, against which jobs of its size are set."""
 
     @property
     def size(self) -> int:
@@ -68,12 +70,14 @@ class Result(msgspec.Struct, frozen=True):
         findings: those of the analysis; ``job`` is the number of a job.
         inputs: what became of each file.
         notes: what else the report has to say, as that a shard did not fit a GPU.
+        plans: what jobs are against a plan (:func:`planner.expect.against`), by their numbers.
     """
 
     jobs: list[dict[str, Any]]
     findings: list[dict[str, Any]]
     inputs: list[Input]
     notes: list[str]
+    plans: list[dict[str, Any]] = []
 
     @property
     def events(self) -> int:
@@ -125,12 +129,13 @@ def run(task: Task) -> Result:
             if not trace.jobs.height:
                 return Result([], [], inputs, [])
             jobs, findings, failed = _analyse(trace, task.engine, 0)
+            plans = _against(trace, task.plan, findings) if task.plan else []
     except DeviceMemoryError:
         on_device = True
     except MemoryError:
         pass  # what was read is given back when this block is left
     else:
-        return Result(jobs, findings, [_failed(i, failed) for i in inputs], [])
+        return Result(jobs, findings, [_failed(i, failed) for i in inputs], [], plans)
     parts = halves(task)
     if parts is not None:
         return joined([run(part) for part in parts])
@@ -147,15 +152,18 @@ def joined(results: Sequence[Result]) -> Result:
     first = 0
     jobs: list[dict[str, Any]] = []
     findings: list[dict[str, Any]] = []
+    plans: list[dict[str, Any]] = []
     for result in results:
         jobs += [job | {"number": job["number"] + first} for job in result.jobs]
         findings += [finding | {"job": finding["job"] + first} for finding in result.findings]
+        plans += [plan | {"job": plan["job"] + first} for plan in result.plans]
         first += 1 + max((job["number"] for job in result.jobs), default=-1)
     return Result(
         jobs,
         findings,
         [i for result in results for i in result.inputs],
         [n for result in results for n in result.notes],
+        plans,
     )
 
 
@@ -180,6 +188,20 @@ def _analyse(trace: Trace, engine: str, first: int) -> tuple[Rows, Rows, dict[st
     parts = [_analyse(one_job(trace, job), engine, first + job) for job in range(trace.jobs.height)]
     failed = {path: reason for _, _, f in parts for path, reason in f.items()}
     return [j for js, _, _ in parts for j in js], [f for _, fs, _ in parts for f in fs], failed
+
+
+def _against(trace: Trace, plan: str, findings: Rows) -> Rows:
+    """What the jobs of the plan's size are against it; their findings say where they left it."""
+    from dl2gpu.planner.expect import against
+    from dl2gpu.planner.file import plan_of
+
+    plans = against(trace, plan_of(plan))
+    left = {p["job"]: p["says"] for p in plans if p["follows"] is False}
+    for f in findings:
+        if f["job"] in left:
+            f["summary"] = f"{f['summary']} Against its plan, {left[f['job']]}."
+            f["details"] = f["details"] | {"plan": left[f["job"]]}
+    return plans
 
 
 def _failed(read: Input, failed: dict[str, str]) -> Input:

@@ -178,6 +178,7 @@ def test_options_reach_the_scan(fake: Callable[..., list[Call]]) -> None:
     invoke(
         "scan", "a", "s3://b", "--engine", "cpu", "--cluster", "threads", "--workers", "3",
         "--job-pattern", r"(?P<job>\w+)-(?P<rank>\d+)", "--select", "gpt",
+        "--plan", "plan.json",
     )  # fmt: skip
     invoke("scan", "a", "--quiet")
     first, second = calls
@@ -189,6 +190,7 @@ def test_options_reach_the_scan(fake: Callable[..., list[Call]]) -> None:
         "workers": 3,
         "job_pattern": r"(?P<job>\w+)-(?P<rank>\d+)",
         "select": "gpt",
+        "plan": Path("plan.json"),
         "journal": None,
     }
     assert second["progress"] is None

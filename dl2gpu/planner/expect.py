@@ -5,11 +5,16 @@ a rank with the k-th of the plan's program, so that streams may interleave as th
 that ends early is no difference by itself: an operation is missing from a rank only where another
 member of its group, or the other end of a message, has issued its part, or where the rank itself
 went on in the group with something else.
+
+Training does more than a plan says: barriers, parameters sent around at the start, metrics. What
+the plan does not know in a group, and every recorded member of the group has issued, is left out of
+the comparison; so is what the members went on to together, behind all that is planned so far.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import polars as pl
 
@@ -17,7 +22,7 @@ from dl2gpu.planner.lower import lower
 from dl2gpu.planner.plan import Plan
 from dl2gpu.trace.schema import OP, Trace, op_name
 
-__all__ = ["Difference", "compare"]
+__all__ = ["Difference", "against", "compare"]
 
 _WHAT = ("op", "count", "dtype")
 
@@ -60,6 +65,83 @@ def _channels(trace: Trace, job: int) -> pl.DataFrame:
     )
 
 
+def _planned(got: pl.DataFrame, want: pl.DataFrame) -> pl.DataFrame:
+    """``got`` without what the plan does not know and all recorded members have issued."""
+    signature = ["channel", *_WHAT]
+    there = got.select("channel", "rank").unique().group_by("channel").agg(members=pl.len())
+    extra = (
+        got.join(want.select(signature).unique(), on=signature, how="anti", nulls_equal=True)
+        .group_by(signature)
+        .agg(issued_by=pl.col("rank").n_unique())
+        .join(there, on="channel")
+        .filter(pl.col("issued_by") == pl.col("members"))
+    )
+    left = got.join(extra, on=signature, how="anti", nulls_equal=True, maintain_order="left")
+    return left.sort("rank", "lane", "seq").with_columns(
+        k=pl.int_range(pl.len()).over("rank", "channel")
+    )
+
+
+def _nowhere(both: pl.DataFrame, every: pl.DataFrame, want: pl.DataFrame) -> pl.DataFrame:
+    """Operations of the first step that no rank has issued, though the job came to its end."""
+    ranks = want["rank"].n_unique()
+    step = both.filter(pl.col("step") == 0)
+    # every rank has done as much as a step has, in whichever groups
+    many = every.group_by("rank").len("many")
+    need = step.group_by("rank").len("need").join(many, on="rank", how="left")
+    if need.height < ranks or (need["many"].fill_null(0) < need["need"]).any():
+        seen = step.filter(pl.col("here"))
+        last = int(seen["place"].max() or 0) if seen.height else -1  # type: ignore[arg-type]
+        if last < int(step["place"].max() or 0):  # type: ignore[arg-type]
+            return step.clear()
+    lacking = step.filter(pl.col("here").is_null() | pl.col("differs"))
+    return lacking.sort("place", "rank")
+
+
+def against(trace: Trace, plan: Plan) -> list[dict[str, Any]]:
+    """What the jobs of a trace that have the plan's ranks are against it.
+
+    Args:
+        trace: any number of jobs.
+        plan: what they were to run.
+
+    Returns:
+        For each such job, by its row in ``trace.jobs``: ``job``; ``follows``: True, False, or None
+        where it cannot be told; ``says``: a sentence, None where it follows; and of the first
+        difference the fields of :class:`Difference`.
+    """
+    ranks = plan.layout.ranks
+    there = trace.ranks.group_by("job").agg(
+        top=pl.col("rank").max() + 1, lost=(pl.col("lost_before").fill_null(1) > 0).any()
+    )
+    jobs = (
+        trace.jobs.select("job", "world_size")
+        .join(there, on="job")
+        .filter(pl.coalesce("world_size", "top") == ranks)
+        .sort("job")
+    )
+    out: list[dict[str, Any]] = []
+    for job, _, _, lost in jobs.iter_rows():
+        if lost:
+            says = "its records have lost their beginning, and cannot be set against the plan"
+            out.append({"job": job, "follows": None, "says": says})
+            continue
+        found = compare(trace, plan, job)
+        if found is None:
+            out.append({"job": job, "follows": True, "says": None})
+        else:
+            out.append({"job": job, "follows": False, "says": _said(found), **asdict(found)})
+    return out
+
+
+def _said(d: Difference) -> str:
+    others = f" (and {len(d.ranks) - 1} more)" if len(d.ranks) > 1 else ""
+    instead = f", and issued {d.found}" if d.found else ""
+    return (
+        f"rank {d.rank}{others} lacks the {d.expected} of {d.conversion} in step {d.step}{instead}"
+    )
+
+
 def compare(trace: Trace, plan: Plan, job: int = 0) -> Difference | None:
     """The first difference between a recorded job and its plan; None where there is none.
 
@@ -68,14 +150,15 @@ def compare(trace: Trace, plan: Plan, job: int = 0) -> Difference | None:
         plan: what the job was to run, any number of times.
         job: row of ``trace.jobs``.
     """
-    got = _channels(trace, job)
+    every = _channels(trace, job)
     one = lower(plan)
     length = one.events.filter(pl.col("op") != OP["wait"]).group_by("rank").len("length")
-    many = got.group_by("rank").len("many").join(length, "rank", how="left")
+    many = every.group_by("rank").len("many").join(length, "rank", how="left")
     steps = many.select((pl.col("many") / pl.col("length").fill_null(1)).ceil().max()).item()
     steps = min(max(int(steps or 1), 1), 10_000)
     program = lower(plan, steps)
     want = _channels(program, 0)
+    got = _planned(every, want)
     each = want.join(length, "rank").with_columns(
         place=pl.int_range(pl.len()).over("rank", order_by="seq")
     )
@@ -84,15 +167,24 @@ def compare(trace: Trace, plan: Plan, job: int = 0) -> Difference | None:
     both = want.select(*key, *_WHAT, "step", "place", "stack", "members").join(
         got.select(*key, *_WHAT, here=pl.lit(value=True)), on=key, how="left", suffix="_got"
     )
-    reached = both.filter(pl.col("here")).group_by("channel").agg(upto=pl.col("k").max())
     differs = pl.lit(value=False)
     for name in _WHAT:
         differs |= pl.col(f"{name}_got").is_not_null() & (pl.col(name) != pl.col(f"{name}_got"))
+    both = both.with_columns(differs=differs.fill_null(False))
+    # how far the members of a group have followed the plan: beyond that nobody lacks anything
+    reached = (
+        both.filter(pl.col("here") & ~pl.col("differs"))
+        .group_by("channel")
+        .agg(upto=pl.col("k").max())
+    )
+    lacks = pl.col("here").is_null() | pl.col("differs")
     wrong = (
         both.join(reached, on="channel")
-        .filter((pl.col("here").is_null() & (pl.col("k") <= pl.col("upto"))) | differs)
+        .filter(lacks & (pl.col("k") <= pl.col("upto")))
         .sort("place", "rank")
     )
+    if wrong.is_empty():
+        wrong = _nowhere(both, every, want)
     if wrong.is_empty():
         return None
     first = wrong.row(0, named=True)

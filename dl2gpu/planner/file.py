@@ -23,7 +23,7 @@ from dl2gpu.planner.proof import Proof
 from dl2gpu.planner.sbp import label
 from dl2gpu.trace.files import whole_file
 
-__all__ = ["read_plan", "write_plan"]
+__all__ = ["plan_of", "read_plan", "read_text", "write_plan"]
 
 SCHEMA = "dl2gpu.plan/1"
 _LARGEST = 64 << 20
@@ -77,11 +77,24 @@ def read_plan(path: Path) -> Plan:
     Raises:
         ModelError: it is no plan; says what was expected and what was found.
     """
+    return plan_of(read_text(path), path)
+
+
+def read_text(path: Path) -> str:
+    """What a file of a plan holds; raises ModelError where it cannot be read."""
     try:
         if path.stat().st_size > _LARGEST:
             raise ModelError(f"{path}: expected a plan of at most {_LARGEST >> 20} MiB")
-        raw: Any = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ModelError(f"{path}: expected a plan in JSON: {e}") from e
+
+
+def plan_of(text: str, path: Path = Path("plan")) -> Plan:
+    """The plan that a text is; ``path`` is what messages call it. Raises ModelError."""
+    try:
+        raw: Any = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ModelError(f"{path}: expected a plan in JSON: {e}") from e
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         raise ModelError(f'{path}: expected "schema": "{SCHEMA}"')

@@ -39,7 +39,7 @@ def build(
         select: only the job of this name (or folder).
         summary: what else the report's summary has; "notes" are added where a shard has some.
     """
-    jobs, findings, inputs, notes = _tables(results)
+    jobs, findings, inputs, notes, plans = _tables(results)
     if select is not None:
         jobs = jobs.filter((pl.col("name") == select) | (pl.col("folder") == select))
     jobs = _named(jobs)
@@ -61,27 +61,44 @@ def build(
             "files": len(files),
             **summary,
             **({"notes": notes} if notes else {}),
+            **({"plans": _plans(plans, labels)} if plans else {}),
             "by_kind": dict(sorted(Counter(jobs["verdict"].to_list()).items())),
         },
     )
 
 
-def _tables(results: Iterable[bytes]) -> tuple[pl.DataFrame, pl.DataFrame, list[Input], list[str]]:
-    """Jobs and findings of all shards, with jobs numbered on; inputs and notes."""
+def _plans(plans: list[dict[str, Any]], labels: pl.DataFrame) -> list[dict[str, Any]]:
+    """What jobs are against their plan, by their names."""
+    names = {n: (job, attempt) for n, job, attempt in labels.iter_rows()}
+    named = [
+        {"job": names[p["job"]][0], "attempt": names[p["job"]][1]}
+        | {k: v for k, v in p.items() if k != "job"}
+        for p in plans
+        if p["job"] in names
+    ]
+    return sorted(named, key=lambda p: (p["job"] or "", p["attempt"] or 0))
+
+
+def _tables(
+    results: Iterable[bytes],
+) -> tuple[pl.DataFrame, pl.DataFrame, list[Input], list[str], list[dict[str, Any]]]:
+    """Jobs and findings of all shards, with jobs numbered on; inputs, notes and plans."""
     jobs = [pl.DataFrame(schema=JOB_ROW)]
     findings = [pl.DataFrame(schema=_NUMBERED)]
     inputs: list[Input] = []
     notes: list[str] = []
+    plans: list[dict[str, Any]] = []
     first = 0
     for encoded in results:
         result = Result.decode(encoded)
         shard = pl.DataFrame(result.jobs, schema=JOB_ROW)
         jobs.append(shard.with_columns(pl.col("number") + first))
         findings.append(pl.DataFrame([_row(f, first) for f in result.findings], schema=_NUMBERED))
+        plans += [p | {"job": p["job"] + first} for p in result.plans]
         first += 1 + max((job["number"] for job in result.jobs), default=-1)
         inputs += result.inputs
         notes += result.notes
-    return pl.concat(jobs), pl.concat(findings), inputs, notes
+    return pl.concat(jobs), pl.concat(findings), inputs, notes, plans
 
 
 def _row(finding: dict[str, Any], first: int) -> dict[str, Any]:

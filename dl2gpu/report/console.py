@@ -68,6 +68,7 @@ def summary(report: Report, saved: str | None = None) -> RenderableType:
         parts += [Text(), _finding(number, group, labels)]
     if len(groups) > _FINDINGS:
         parts += [Text(), Text(f"... and {len(groups) - _FINDINGS} more findings in the report.")]
+    parts += _against_plan(report.summary.get("plans"))
     unread = _inputs(report.inputs)
     if unread is not None:
         parts += [Text(), unread]
@@ -76,6 +77,20 @@ def summary(report: Report, saved: str | None = None) -> RenderableType:
         if groups:
             parts.append(Text(f"more:   dl2gpu explain {safe(saved)} {safe(groups[0][0]['id'])}"))
     return Group(*parts)
+
+
+def _against_plan(plans: Any) -> list[RenderableType]:
+    """How the jobs of the plan's size keep to it."""
+    if not isinstance(plans, list) or not plans:
+        return []
+    kept = sum(p.get("follows") is True for p in plans)
+    verb = "follows" if len(plans) == 1 else "follow"
+    lines = [f"{kept} of {_count(len(plans), 'job')} of the plan's size {verb} it"]
+    others = [p for p in plans if p.get("follows") is not True]
+    lines += [f"  {p.get('job')}: {p.get('says')}" for p in others[:_REASONS]]
+    if len(others) > _REASONS:
+        lines.append(f"  ... and {len(others) - _REASONS} more in the report")
+    return [Text(), *(Text(safe(line, 400)) for line in lines)]
 
 
 def job_labels(report: Report) -> dict[str, str]:
