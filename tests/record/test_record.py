@@ -323,9 +323,13 @@ for backend in ("gloo", "nccl"):
     process.recorder.backend = backend
     watch._keep_flight_recorder(process.recorder)
     print((process.settings.folder / "flight_recorder").exists())
+print(hasattr(torch._C._distributed_c10d, "_dump_fr_trace"))
 """
     job = Job(tmp_path, text, 2)
-    assert job.finish()[1].split()[-1] == "True"
+    *_, kept, of_gloo = job.finish()[1].split()
+    if of_gloo == "False":
+        pytest.skip("this PyTorch keeps no dump of gloo")
+    assert kept == "True"
     assert job.ops(0)[0]["op"] == "barrier"
     jobs = {j["job"]: j["events"] for j in report(job.trace).jobs.to_dicts()}
     assert jobs == {"trace": 4, "flight_recorder": 2}
