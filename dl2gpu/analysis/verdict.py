@@ -442,10 +442,9 @@ def _joined(places: list[Finding]) -> Finding:
         return places[0]
     first = min(places, key=lambda f: f.reason or "")  # whichever place has the lowest ranks
     culprits = {r for f in places for r in f.culprits}
-    pictures = next(
-        ({"graph": f.details["graph"]} for f in places if "graph" in f.details),
-        dict[str, Any](),
-    )
+    # a picture shows the circle of its own place
+    drawn = next((f for f in (first, *places) if "graph" in f.details), first)
+    pictures = {"graph": drawn.details["graph"]} if drawn is not first else {}
     hangs_at = {
         (h["rank"], h["seq"], h["op"], h["comm"], h["ordinal"], *h["stack"]): h
         for f in reversed(places)
@@ -455,6 +454,7 @@ def _joined(places: list[Finding]) -> Finding:
         first,
         culprits=tuple(sorted(culprits)),
         victims=tuple(sorted({r for f in places for r in f.victims} - culprits)),
+        cycle=drawn.cycle,
         hangs_at=tuple(reversed(hangs_at.values())),
         details=pictures | first.details | {"places": len(places)},
     )

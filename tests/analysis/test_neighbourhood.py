@@ -156,6 +156,7 @@ def test_many_alike_are_shown_by_few() -> None:
     assert sum(line["alike"].values()) == 64 - len({r["rank"] for r in events(f)} - {64})
 
 
+@example(715419)  # two places of one fault, of which one has a circle
 @given(seeds())
 @SETTINGS
 def test_pictures_of_random_programs(seed: int) -> None:
