@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from analysis.handmade import NS, START, made, only, op, recorded, recv, send, wait
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from programs import from_seed, seeds, shuffled, trace_of
 
 from dl2gpu.analysis import analyse
