@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import polars as pl
 import pytest
+from analysis.handmade import made, recv, send
+from analysis.test_explore import small
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from programs import from_seed, renamed, seeds, shuffled, trace_of
 
 from dl2gpu.analysis import analyse
-from dl2gpu.trace.schema import Trace
+from dl2gpu.trace.schema import Trace, concat
 
 A_BATCH = 30
 MOST_RANKS = 6
@@ -94,3 +98,33 @@ def test_jobs_do_not_disturb_each_other(example: int) -> None:
     for program in of[:5]:
         alone = findings(trace_of(program))
         assert_same(alone, {program.name: together[program.name]})
+
+
+@pytest.mark.parametrize("permutation", [(0, 2, 1), (2, 1, 0), (1, 2, 0)])
+def test_wildcards_under_other_names(permutation: tuple[int, ...]) -> None:
+    """Which of several matches is taken first follows from rank numbers; what is found does not."""
+    jobs = []
+    for seed in range(60):
+        trace = small(seed)
+        name = pl.lit(f"j{seed}")
+        jobs.append(replace(trace, jobs=trace.jobs.with_columns(name=name, folder=name)))
+    trace = concat(jobs)
+    expected = findings(trace, lambda _, rank: permutation[rank])
+    assert any(key[0] == "potential" for found in expected.values() for key in found)
+    expected = {f"renamed-{name}": what for name, what in expected.items()}
+    assert_same(expected, findings(renamed(trace, permutation, 5)))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_match_that_need_not_be_is_no_deadlock(rank: int) -> None:
+    """It stops only if the message of ``rank`` is taken first, wherever that stands in the order.
+
+    The other may be the first that is tried or the last: neither is what has happened.
+    """
+    trace = made([recv("any"), recv(rank)], [send(0)], [send(0)], backend="mpi")
+    found = analyse(trace)
+    assert found.jobs.row(0, named=True)["deadlocked"] is None
+    (one,) = found.findings
+    assert (one["kind"], one["probability"]) == ("potential", 0.5)
+    certain = made([recv("any"), recv("any"), recv(rank)], [send(0)], [send(0)], backend="mpi")
+    assert analyse(certain).jobs.row(0, named=True)["deadlocked"] is True

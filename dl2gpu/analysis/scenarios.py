@@ -1,8 +1,9 @@
 """Readings of what a program leaves open, as far as a plain scan decides them.
 
 Rendezvous against unlimited buffers, independent streams against one stream a rank, host threads
-that fill a shared stream in another order, batches that hold back their partners, wildcards that
-take another sender. A job that stops under one reading only is ``potential``.
+that fill a shared stream in another order, batches that hold back their partners. A job that stops
+under one reading only is ``potential``; so is one that stops under some matches of its wildcards
+(see :mod:`explore`).
 
 Source: DESIGN.md sections 5 and 6.
 """
@@ -186,7 +187,7 @@ def plausible(p: Program, calm: Array, through: Array) -> Iterator[tuple[Scenari
         return np.sort(found).astype(np.int32)
 
     doubtful = np.setdiff1d(calm, through)
-    several = batches = shared = wild = np.zeros(0, np.int32)
+    several = batches = shared = np.zeros(0, np.int32)
     if len(doubtful):
         unsure = rows.filter(pl.col("job").is_in(doubtful))
         batches = jobs(unsure.filter(pl.col("group").is_not_null()))
@@ -221,12 +222,4 @@ def plausible(p: Program, calm: Array, through: Array) -> Iterator[tuple[Scenari
             Scenario(atomic_batch=True),
             "only if an incomplete batch holds back the partners of its matched members",
             batches,
-        )
-    if e["box"].to_numpy().max(initial=-1) >= 0:
-        wild = jobs(rows.filter(pl.col("box") >= 0))
-    if len(wild):
-        yield (
-            Scenario(wild_high=True),
-            OTHER_MATCH,
-            wild,
         )

@@ -132,6 +132,10 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
         graph = build_graph(p, fix)
         causes = find_causes(graph)
         stuck = np.unique([c.job for c in causes]).astype(np.int32)
+        # what stops as wildcards are matched here, and not always, has not happened yet
+        mixed = _not_always(p, stuck)
+        causes = [c for c in causes if c.job not in mixed]
+        stuck = np.setdiff1d(stuck, mixed)
         lenient = None
         if len(stuck):
             lenient = run(
@@ -149,7 +153,7 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
         if lenient is not None:
             findings += _hidden(p, names, lenient, drafts, stuck)
         calm = np.setdiff1d(planned, stuck).astype(np.int32)
-        findings += _potentials(p, names, calm, through)
+        findings += _potentials(p, names, calm, through, mixed)
         findings += _unexplained(p, names, fix, findings, open_jobs)
 
     findings += report_findings(m)
@@ -236,13 +240,16 @@ def _hidden(
     return pictured(names, out)
 
 
-def _potentials(p: Program, names: Names, calm: Array, through: Array) -> list[Finding]:
+def _potentials(
+    p: Program, names: Names, calm: Array, through: Array, mixed: Array
+) -> list[Finding]:
     """Readings under which a job that runs through would stop.
 
-    ``through``: those of the jobs that do not stop under the strictest reading.
+    ``through``: those of the jobs that do not stop under the strictest reading. ``mixed``: those
+    that stop under some matches of their wildcards, and are not run under other readings.
     """
     out: list[Finding] = []
-    for scenario, condition, jobs in scenarios.plausible(p, calm, through):
+    for scenario, condition, jobs in scenarios.plausible(p, np.setdiff1d(calm, mixed), through):
         done = {f.job for f in out}
         todo = np.array([j for j in jobs if j not in done], dtype=np.int32)
         if not len(todo):
@@ -260,6 +267,19 @@ def _potentials(p: Program, names: Names, calm: Array, through: Array) -> list[F
 
 _MATCHES: Final = 64
 """Runs of a job in which wildcards take other messages."""
+
+
+def _not_always(p: Program, stuck: Array) -> Array:
+    """Those of the jobs (int32) that come to their end under other matches of their wildcards.
+
+    Jobs of which a record shows how far they got are left alone: they did match.
+    """
+    e_job = p.matching.events["job"].to_numpy()
+    wild = np.intersect1d(stuck, e_job[p.matching.events["box"].to_numpy() >= 0])
+    wild = np.setdiff1d(wild, e_job[p.kernel["known"] > 0])
+    explored = explore(p, wild.tolist(), Scenario(), Budget(_MATCHES))
+    mixed = [one.job for one in explored if one.bad and one.probability < 1]
+    return np.array(mixed, np.int32)
 
 
 def _by_matches(p: Program, names: Names, calm: Array, found: list[Finding]) -> list[Finding]:
