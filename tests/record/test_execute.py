@@ -13,6 +13,8 @@ import polars as pl
 import pytest
 
 from dl2gpu import read_trace
+from dl2gpu.planner.baselines import batch_split, megatron_split
+from dl2gpu.planner.baselines import chosen as split
 from dl2gpu.planner.expect import compare
 from dl2gpu.planner.file import write_plan
 from dl2gpu.planner.links import Cluster
@@ -60,13 +62,15 @@ def model_of(name: str) -> Model:
 
 
 def plan_of(name: str, layout: Layout, way: str) -> Plan:
-    """``way``: ``data``, ``found``, or the seed of legal choices at random."""
-    cluster = Cluster(2, max(layout.ranks // 2, 1), intra=50e9, inter=2e9)
+    """``way``: ``data``, ``megatron``, ``found``, or the seed of legal choices at random."""
+    cluster = Cluster(2, max(layout.ranks // 2, 1), intra=50e9, inter=2e9, flops=1e8)
     p = problem_of(model_of(name), cluster, layout)
     assert p is not None
     if way == "data":
         names = [[c.name(k) for k in range(len(c.signatures))] for c in p.tables.nodes]
         chosen = np.array([n.index(",".join("b" * len(layout.grid))) for n in names])
+    elif way == "megatron":
+        chosen = split(p, (batch_split, megatron_split))
     elif way == "found":
         chosen = descend(p, restarts=1, seed=1).chosen
     else:
@@ -120,6 +124,7 @@ SCHEMES = [
     ("mlp", Layout(1, (4,), 2, zero=1), "data"),
     ("transformer", Layout(1, (4,), zero=3), "data"),
     ("transformer", Layout(1, (2, 2), 2), "found"),
+    ("transformer", Layout(1, (2, 2)), "megatron"),
     ("transformer", Layout(1, (2, 2)), "1"),
     ("transformer", Layout(1, (2, 4), zero=1), "2"),
     ("vgg", Layout(1, (2, 2)), "3"),
@@ -147,7 +152,9 @@ def test_results_and_communication(name: str, layout: Layout, way: str, tmp_path
             )
 
     assert compare(trace, plan) is None
-    assert operations(trace) == operations(lower(plan, STEPS))
+    program = operations(lower(plan, STEPS))
+    assert sorted(program) == list(range(layout.ranks))  # every rank communicates
+    assert operations(trace) == program
 
 
 def test_what_is_not_carried_out_is_refused() -> None:
