@@ -9,15 +9,17 @@ things can be set against the plan: the results, against one process that knows 
 communication, as the recorder sees it, against the lowered program.
 
 Gloo carries out all_reduce, all_gather_into_tensor, reduce_scatter_tensor and all_to_all_single
-itself; the axis that is split goes first before a collective, so that pieces lie together.
+itself; the axis that is split goes first before a collective, so that pieces lie together. Stages of
+a pipeline work in the plan's order (GPipe, 1F1B, interleaved), and exchange activations and their
+gradients when the plan says.
 
-Not carried out, and refused: several stages, recomputation, windows, strides, other precisions than
-f32.
+Not carried out, and refused: recomputation, windows, strides, other precisions than f32.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from datetime import timedelta
 from math import isqrt, prod
 from pathlib import Path
@@ -28,9 +30,11 @@ import numpy as np
 from dl2gpu.planner.convert import Step, conversions
 from dl2gpu.planner.costs import shards
 from dl2gpu.planner.file import read_plan
+from dl2gpu.planner.lower import Blocks
 from dl2gpu.planner.model import Model, Node
 from dl2gpu.planner.plan import Plan
 from dl2gpu.planner.sbp import B, P, State
+from dl2gpu.planner.schedule import Work, order, play
 
 __all__ = ["RATE", "Device", "check", "data", "reference"]
 
@@ -57,7 +61,6 @@ def check(plan: Plan) -> None:
     ]
     last = model.nodes[-1].operator.name
     for wrong, expected, found in (
-        (layout.stages > 1, "one stage", layout.stages),
         (layout.recompute, "no recomputation", "recomputation"),
         (model.precision.dtype != "f32", "precision f32", model.precision.dtype),
         (other, f"operators {', '.join(_KNOWN)}", ", ".join(other)),
@@ -158,6 +161,19 @@ def reference(model: Model, microbatches: int, steps: int) -> tuple[list[float],
     return losses, weights
 
 
+@dataclass
+class _Batch:
+    """One microbatch on one device: what goes in, and by node what came out of it so far."""
+
+    x: Any
+    labels: Any
+    made: dict[int, Any] = field(default_factory=dict)
+    used: dict[int, list[Any]] = field(default_factory=dict)
+    grads: dict[int, Any] = field(default_factory=dict)
+    loss: float = 0.0
+    back: Any = None
+
+
 class Device:
     """One rank: its place in the grid, its groups, its part of every tensor."""
 
@@ -165,21 +181,39 @@ class Device:
         import torch.distributed as dist
 
         check(plan)
-        self.plan, self.dist = plan, dist
-        self.tables = plan.problem.tables
-        self.model, self.setting = self.tables.model, self.tables.setting
-        self.grid = self.setting.grid
-        self.at = tuple(int(i) for i in np.unravel_index(rank, self.grid)) if self.grid else ()
+        self.dist = dist
+        self.place(plan, rank)
         self.groups: list[Any] = []
-        where = np.arange(prod(self.grid)).reshape(self.grid)
-        for dim, size in enumerate(self.grid):
+        self.stages: Any = None
+        where = np.arange(plan.layout.ranks).reshape(plan.layout.shape)
+        for dim, size in enumerate(plan.layout.shape):
+            if size == 1:
+                continue
             for members in np.moveaxis(where, dim, -1).reshape(-1, size).tolist():
                 group = dist.new_group(members)
-                if rank in members:
+                if rank in members and dim == 0:
+                    self.stages = group
+                elif rank in members:
                     self.groups.append(group)
         self.into: list[list[Any]] = [[e for e in self.model.edges if e.target == k]
                                       for k in range(len(self.model.nodes))]  # fmt: skip
         self.weights: dict[tuple[int, int], Any] = {}
+
+    def place(self, plan: Plan, rank: int) -> None:
+        """Which stage and which part of every tensor is the rank's."""
+        self.plan, self.tables = plan, plan.problem.tables
+        self.model, self.setting = self.tables.model, self.tables.setting
+        self.grid = self.setting.grid
+        self.plane = prod(self.grid)
+        self.stage, part = divmod(rank, self.plane)
+        self.part = part
+        self.at = tuple(int(i) for i in np.unravel_index(part, self.grid)) if self.grid else ()
+
+    def nodes_of(self, piece: int | None = None) -> list[int]:
+        """Nodes of a piece, or of all pieces of this stage."""
+        p = self.plan.problem
+        mine = p.stage == self.stage if piece is None else p.piece == piece
+        return [int(k) for k in np.flatnonzero(mine)]
 
     def cut(self, whole: Any, state: State) -> Any:
         """This device's part of a tensor; the first device has all of a partial sum."""
@@ -286,14 +320,11 @@ class Device:
         gradient = (x.exp() / sums[0][..., None] - hit) / many
         return float((sums[0].log() - sums[1]).sum()) / many / copies, gradient
 
-    def _microbatch(self, x: Any, labels: Any, gradients: dict[tuple[int, int], Any]) -> float:
-        import torch
-
+    def _forward(self, piece: int, batch: _Batch) -> None:
+        """A piece of the model, of one microbatch."""
         nodes, last = self.model.nodes, len(self.model.nodes) - 1
-        made: list[Any] = []
-        used: list[list[Any]] = []
-        loss, back = 0.0, None
-        for k, node in enumerate(nodes):
+        for k in self.nodes_of(piece):
+            node = nodes[k]
             given: list[Any] = [None] * len(node.operator.inputs)
             weights = self._parameters(k)
             for i, w in weights.items():
@@ -301,30 +332,35 @@ class Device:
             for e in self.into[k]:
                 source = nodes[e.source].shape(-1)
                 state = self._states(e.source, -1)[0]
-                given[e.operand] = self.convert(made[e.source], source, state,
+                given[e.operand] = self.convert(batch.made[e.source], source, state,
                                                 self._states(k, e.operand)[0])  # fmt: skip
             if not self.into[k]:
-                given[node.operands[0]] = self.cut(x, self._states(k, node.operands[0])[0])
+                given[node.operands[0]] = self.cut(batch.x, self._states(k, node.operands[0])[0])
             if k == last:
-                loss, back = self._loss(k, given[0], labels)
+                batch.loss, batch.back = self._loss(k, given[0], batch.labels)
             else:
                 offset = self._offset(k, 1, "v") if node.operator.name == "embedding" else 0
-                made.append(_forward(node, given, offset))
-            used.append([None if i in weights else g for i, g in enumerate(given)])
-        grads: dict[int, Any] = {}
-        for k in range(last, -1, -1):
+                batch.made[k] = _forward(node, given, offset)
+            batch.used[k] = [None if i in weights else g for i, g in enumerate(given)]
+
+    def _backward(self, piece: int, batch: _Batch, gradients: dict[tuple[int, int], Any]) -> None:
+        """The derivatives of a piece, of one microbatch, added to those of its parameters."""
+        import torch
+
+        nodes, last = self.model.nodes, len(self.model.nodes) - 1
+        for k in reversed(self.nodes_of(piece)):
             node = nodes[k]
             weights = self._parameters(k)
-            found: dict[int, Any] = {0: back}
+            found: dict[int, Any] = {0: batch.back}
             if k < last:
-                given = [weights.get(i, g) for i, g in enumerate(used[k])]
+                given = [weights.get(i, g) for i, g in enumerate(batch.used[k])]
                 wanted = [i for i in range(len(given)) if i not in node.operator.no_gradient]
                 for i in wanted:
                     given[i] = given[i].detach().requires_grad_()
                 offset = self._offset(k, 1, "v") if node.operator.name == "embedding" else 0
                 with torch.enable_grad():
                     out = _forward(node, given, offset)
-                got = torch.autograd.grad(out, [given[i] for i in wanted], grads.pop(k))
+                got = torch.autograd.grad(out, [given[i] for i in wanted], batch.grads.pop(k))
                 found = dict(zip(wanted, got, strict=True))
             for i in weights:
                 gradients[k, i] = gradients.get((k, i), 0) + found[i]
@@ -332,8 +368,69 @@ class Device:
                 shape = nodes[e.source].shape(-1)
                 g = self.convert(found[e.operand], shape, self._states(k, e.operand)[1],
                                  self._states(e.source, -1)[1])  # fmt: skip
-                grads[e.source] = grads.get(e.source, 0) + g
-        return loss
+                batch.grads[e.source] = batch.grads.get(e.source, 0) + g
+
+    def _exchange(self, some: list[tuple[Work, int, bool]], batches: list[_Batch]) -> list[Any]:
+        """Messages of one moment; what was received is there, what was sent may be under way."""
+        import torch
+
+        blocks = Blocks(self.plan)
+        calls, arrived = [], []
+        for work, other, sends in some:
+            node = blocks.messages(work.piece - work.backward)[0]
+            batch = batches[work.microbatch]
+            kept = batch.grads if work.backward else batch.made
+            peer = other * self.plane + self.part
+            if sends:
+                x = (kept.pop(node) if work.backward else kept[node]).contiguous()
+            else:
+                state = self._states(node, -1)[1 if work.backward else 0]
+                shape = list(self.model.nodes[node].shape(-1))
+                for placed, size in zip(state, self.grid, strict=True):
+                    if placed >= 2:
+                        shape[placed - 2] //= size
+                x = torch.empty(shape)
+                arrived.append((kept, node, x))
+            way = self.dist.isend if sends else self.dist.irecv
+            calls.append(self.dist.P2POp(way, x, peer, self.stages))
+        started = self.dist.batch_isend_irecv(calls)
+        for (_, _, sends), call in zip(some, started, strict=True):
+            if not sends:
+                call.wait()
+        for kept, node, x in arrived:
+            kept[node] = x
+        return [c for (_, _, sends), c in zip(some, started, strict=True) if sends]
+
+    def _step(self, batches: list[_Batch], gradients: dict[tuple[int, int], Any]) -> float:
+        """The stage's work in the plan's order, and its messages between."""
+        p = self.plan.problem
+        orders = order(p.schedule, p.stages, p.microbatches, p.pieces)
+        times, messages = play(orders, p.stages * p.pieces)
+        mine = [
+            (moment, m.made, m.target if m.source == self.stage else m.source,
+             m.source == self.stage)
+            for moment, m in messages if self.stage in (m.source, m.target)
+        ]  # fmt: skip
+        under_way: list[Any] = []
+
+        def exchange(until: int | None) -> None:
+            while mine and (until is None or mine[0][0] <= until):
+                moment = mine[0][0]
+                some = [m[1:] for m in mine if m[0] == moment]
+                del mine[: len(some)]
+                under_way.extend(self._exchange(some, batches))
+
+        for work, (start, _) in zip(orders[self.stage], times[self.stage], strict=True):
+            exchange(start)
+            batch = batches[work.microbatch]
+            if work.backward:
+                self._backward(work.piece, batch, gradients)
+            else:
+                self._forward(work.piece, batch)
+        exchange(None)
+        for call in under_way:
+            call.wait()
+        return sum(b.loss for b in batches)
 
     def train(self, steps: int) -> list[float]:
         """This device's share of the loss of each step; ``weights`` are then as they are kept."""
@@ -341,20 +438,23 @@ class Device:
 
         whole, _, _ = data(self.model, self.setting.microbatches, 0)
         late = self.setting.zero == 3
-        self.weights = {k: self.cut(w, self.kept(*k)[1 if late else 2]) for k, w in whole.items()}
+        own = set(self.nodes_of())
+        self.weights = {
+            k: self.cut(w, self.kept(*k)[1 if late else 2]) for k, w in whole.items() if k[0] in own
+        }
         losses = []
         with torch.no_grad():
             for step in range(steps):
                 _, inputs, labels = data(self.model, self.setting.microbatches, step)
                 gradients: dict[tuple[int, int], Any] = {}
-                pairs = zip(inputs, labels, strict=True)
-                losses.append(sum(self._microbatch(x, y, gradients) for x, y in pairs))
+                batches = [_Batch(x, y) for x, y in zip(inputs, labels, strict=True)]
+                losses.append(self._step(batches, gradients))
                 self._descend(gradients)
         return losses
 
     def _descend(self, gradients: dict[tuple[int, int], Any]) -> None:
         moved = {}
-        for k in range(len(self.model.nodes) - 1, -1, -1):
+        for k in reversed(self.nodes_of()):
             for i in self.model.nodes[k].operator.weights:
                 gradient, parts, use = self.kept(k, i)
                 g = self.convert(gradients[k, i], self.model.nodes[k].shape(i), gradient, parts)
