@@ -9,11 +9,11 @@ things can be set against the plan: the results, against one process that knows 
 communication, as the recorder sees it, against the lowered program.
 
 Gloo carries out all_reduce, all_gather_into_tensor, reduce_scatter_tensor and all_to_all_single
-itself; the axis that is split goes first before a collective, so that pieces lie together. Stages of
-a pipeline work in the plan's order (GPipe, 1F1B, interleaved), and exchange activations and their
-gradients when the plan says.
+itself; the axis that is split goes first before a collective, so that pieces lie together. Stages
+of a pipeline work in the plan's order (GPipe, 1F1B, interleaved), and exchange activations and
+their gradients when the plan says.
 
-Not carried out, and refused: recomputation, windows, strides, other precisions than f32.
+Not carried out, and refused: windows, strides, other precisions than f32.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check(plan: Plan) -> None:
     Raises:
         ValueError: says what is not.
     """
-    model, layout = plan.problem.tables.model, plan.layout
+    model = plan.problem.tables.model
     other = sorted({n.operator.name for n in model.nodes} - set(_KNOWN))
     strided = [
         model.nodes[e.target].name
@@ -61,7 +61,6 @@ def check(plan: Plan) -> None:
     ]
     last = model.nodes[-1].operator.name
     for wrong, expected, found in (
-        (layout.recompute, "no recomputation", "recomputation"),
         (model.precision.dtype != "f32", "precision f32", model.precision.dtype),
         (other, f"operators {', '.join(_KNOWN)}", ", ".join(other)),
         (strided, "results as large as the operands they become", ", ".join(strided)),
@@ -320,13 +319,14 @@ class Device:
         gradient = (x.exp() / sums[0][..., None] - hit) / many
         return float((sums[0].log() - sums[1]).sum()) / many / copies, gradient
 
-    def _forward(self, piece: int, batch: _Batch) -> None:
-        """A piece of the model, of one microbatch."""
+    def _forward(self, piece: int, batch: _Batch, *, again: bool = False) -> dict[int, Any]:
+        """A piece of the model, of one microbatch; the parameters that it took, by node."""
         nodes, last = self.model.nodes, len(self.model.nodes) - 1
+        taken: dict[int, Any] = {}
         for k in self.nodes_of(piece):
             node = nodes[k]
             given: list[Any] = [None] * len(node.operator.inputs)
-            weights = self._parameters(k)
+            weights = taken[k] = self._parameters(k)
             for i, w in weights.items():
                 given[i] = w
             for e in self.into[k]:
@@ -337,20 +337,24 @@ class Device:
             if not self.into[k]:
                 given[node.operands[0]] = self.cut(batch.x, self._states(k, node.operands[0])[0])
             if k == last:
-                batch.loss, batch.back = self._loss(k, given[0], batch.labels)
+                if not again:
+                    batch.loss, batch.back = self._loss(k, given[0], batch.labels)
             else:
                 offset = self._offset(k, 1, "v") if node.operator.name == "embedding" else 0
                 batch.made[k] = _forward(node, given, offset)
             batch.used[k] = [None if i in weights else g for i, g in enumerate(given)]
+        return taken
 
     def _backward(self, piece: int, batch: _Batch, gradients: dict[tuple[int, int], Any]) -> None:
         """The derivatives of a piece, of one microbatch, added to those of its parameters."""
         import torch
 
         nodes, last = self.model.nodes, len(self.model.nodes) - 1
+        # what is computed again takes the parameters along
+        again = self._forward(piece, batch, again=True) if self.setting.recompute else {}
         for k in reversed(self.nodes_of(piece)):
             node = nodes[k]
-            weights = self._parameters(k)
+            weights = again[k] if k in again else self._parameters(k)
             found: dict[int, Any] = {0: batch.back}
             if k < last:
                 given = [weights.get(i, g) for i, g in enumerate(batch.used[k])]

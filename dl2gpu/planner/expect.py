@@ -20,6 +20,7 @@ import polars as pl
 
 from dl2gpu.planner.lower import lower
 from dl2gpu.planner.plan import Plan
+from dl2gpu.planner.sbp import label
 from dl2gpu.trace.schema import OP, Trace, op_name
 
 __all__ = ["Difference", "against", "compare"]
@@ -38,10 +39,36 @@ class Difference:
     found: str | None
     """What the rank issued in its place; None: nothing."""
     conversion: str
-    """Phase and operator of the plan whose conversion it belongs to."""
+    """Phase and operator of the plan whose conversion it belongs to, and its states."""
     members: tuple[int, ...]
     ranks: tuple[int, ...]
     """All ranks that lack an operation, or have another in its place."""
+
+
+def _conversion(plan: Plan, site: str) -> str:
+    """``site``, a phase and an operator, with the states between which it converts."""
+    phase, _, name = site.partition(" ")
+    tables = plan.problem.tables
+    nodes = {n.name: k for k, n in enumerate(tables.model.nodes)}
+    if name not in nodes:
+        return site
+    k = nodes[name]
+
+    def states(node: int, operand: int) -> tuple[str, str]:
+        """Of an operand, or of the result: -1; and of its gradient."""
+        c, choice = tables.nodes[node], int(plan.chosen[node])
+        return label(c.state(choice, operand)), label(c.gradient(choice, operand))
+
+    pairs: list[tuple[str, str]] = []
+    if phase in ("forward", "recompute", "backward"):
+        for e in tables.model.edges:
+            if e.target == k:
+                there, here = states(e.source, -1), states(k, e.operand)
+                pairs.append((here[1], there[1]) if phase == "backward" else (there[0], here[0]))
+    elif phase == "reduce_gradients":
+        pairs = [states(k, i)[::-1] for i in tables.model.nodes[k].operator.weights]
+    shown = dict.fromkeys(f"{a} to {b}" for a, b in pairs if a != b)
+    return site + (f" ({', '.join(shown)})" if shown else "")
 
 
 def _channels(trace: Trace, job: int) -> pl.DataFrame:
@@ -198,7 +225,7 @@ def compare(trace: Trace, plan: Plan, job: int = 0) -> Difference | None:
         step=first["step"],
         expected=f"{op_name(first['op'], [])} of {first['count']} elements",
         found=found,
-        conversion=str(frames[first["stack"]][0]).rsplit(":", 1)[0],
+        conversion=_conversion(plan, str(frames[first["stack"]][0]).rsplit(":", 1)[0]),
         members=tuple(first["members"]),
         ranks=tuple(sorted(set(wrong["rank"]))),
     )

@@ -187,11 +187,13 @@ class Blocks:
                 enter(node, "forward")
                 rows.extend(self._loss(node))
         else:
-            if self.setting.recompute:
-                for node in nodes:
-                    enter(node, "recompute")
+            again = self.setting.recompute
+            for node in nodes if again else ():
+                gather(node)  # and kept until their derivatives are there
+                enter(node, "recompute")
             for node in reversed(nodes):
-                gather(node)
+                if not again:
+                    gather(node)
                 rows.extend(self.entering(node, "backward"))
                 for edge in reversed(self.into[node]):
                     steps = self._tensor(edge, backward=True)

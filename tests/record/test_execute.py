@@ -70,7 +70,8 @@ def plan_of(name: str, layout: Layout, way: str) -> Plan:
         names = [[c.name(k) for k in range(len(c.signatures))] for c in p.tables.nodes]
         chosen = np.array([n.index(",".join("b" * len(layout.grid))) for n in names])
     elif way == "megatron":
-        chosen = split(p, (batch_split, megatron_split))
+        ways = (batch_split, megatron_split)[-len(layout.grid) :]
+        chosen = split(p, ways)
     elif way == "found":
         chosen = descend(p, restarts=1, seed=1).chosen
     else:
@@ -134,6 +135,8 @@ SCHEMES = [
     ("transformer", Layout(2, (2,), 4, 2), "data"),
     ("transformer", Layout(2, (2, 2), 2, zero=1), "4"),
     ("mlp", Layout(2, (2,), 4, zero=3), "data"),
+    ("transformer", Layout(1, (2, 2), 2, zero=3, recompute=True), "0"),
+    ("transformer", Layout(2, (2,), 4, recompute=True), "megatron"),
 ]
 
 
@@ -165,6 +168,19 @@ def test_results_and_communication(name: str, layout: Layout, way: str, tmp_path
 
 
 def test_what_is_not_carried_out_is_refused() -> None:
-    for layout, says in ((Layout(1, (2,), recompute=True), "expected no recomputation"),):
-        with pytest.raises(ValueError, match=says):
-            check(plan_of("transformer", layout, "data"))
+    layers = [
+        {"op": "tokens", "tokens": 16, "width": 16},
+        {"op": "swin", "heads": 4, "window": 2},
+        {"op": "head", "classes": 8},
+    ]
+    model = parse({"name": "swin", "batch": 16, "precision": "f32", "layer": layers})
+    layout = Layout(1, (2,))
+    p = problem_of(model, Cluster(1, 2), layout)
+    assert p is not None
+    with pytest.raises(ValueError, match="window_partition"):
+        check(Plan(layout, p, np.zeros(len(p.node), int), 1.0, 0.0))
+    half = parse({"name": "half", "batch": 16, "precision": "bf16", "layer": MODELS["mlp"]})
+    p = problem_of(half, Cluster(1, 2), layout)
+    assert p is not None
+    with pytest.raises(ValueError, match="precision f32"):
+        check(Plan(layout, p, np.zeros(len(p.node), int), 1.0, 0.0))
