@@ -34,6 +34,11 @@ ones = torch.ones
 """
 
 
+def own(output: str) -> str:
+    """What a program printed, without what gloo (of PyTorch 2.8) says of itself."""
+    return "".join(line for line in output.splitlines(True) if not line.startswith("[Gloo]"))
+
+
 class Job:
     """A program run by some processes, one a rank, below the recorder or not."""
 
@@ -59,7 +64,7 @@ class Job:
         assert [c.returncode for c in self.children] == [0] * len(outs), [
             e[-2000:] for _, e in outs
         ]
-        return [out for out, _ in outs]
+        return [own(out) for out, _ in outs]
 
     def end(self) -> None:
         for child in self.children:
@@ -275,7 +280,7 @@ def test_an_interrupted_rank_was_alive(tmp_path: Path) -> None:
     job = Job(tmp_path, text, 2)
     try:
         assert job.children[1].stdout is not None
-        assert job.children[1].stdout.readline() == "here\n"
+        assert "here\n" in iter(job.children[1].stdout.readline, "")
         job.children[1].send_signal(signal.SIGINT)
         job.children[1].wait()
         assert job.lines(1)[-1]["exit"] == "alive"
@@ -323,12 +328,13 @@ for backend in ("gloo", "nccl"):
     process.recorder.backend = backend
     watch._keep_flight_recorder(process.recorder)
     print((process.settings.folder / "flight_recorder").exists())
-print(hasattr(torch._C._distributed_c10d, "_dump_fr_trace"))
+c10d = torch._C._distributed_c10d
+print(hasattr(c10d, "_dump_fr_trace") and not hasattr(c10d, "_dump_nccl_trace"))
 """
     job = Job(tmp_path, text, 2)
     *_, kept, of_gloo = job.finish()[1].split()
     if of_gloo == "False":
-        pytest.skip("this PyTorch keeps no dump of gloo")
+        pytest.skip("the dump of this PyTorch is NCCL's, or it keeps none of gloo")
     assert kept == "True"
     assert job.ops(0)[0]["op"] == "barrier"
     jobs = {j["job"]: j["events"] for j in report(job.trace).jobs.to_dicts()}
@@ -356,7 +362,7 @@ def test_a_folder_that_cannot_be_made_harms_nobody(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("a file")
     job = Job(tmp_path, "dist.barrier()\nprint('well')\n", 2)
     outs = [child.communicate(timeout=180) for child in job.children]
-    assert [out for out, _ in outs] == ["well\n"] * 2
+    assert [own(out) for out, _ in outs] == ["well\n"] * 2
     assert all(err.count("nothing is recorded") == 1 for _, err in outs)
 
 
