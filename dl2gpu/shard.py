@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import polars as pl
@@ -22,6 +23,9 @@ from dl2gpu.trace.inputs import Input, TraceFile
 from dl2gpu.trace.parts import shards
 from dl2gpu.trace.readers import read_files
 from dl2gpu.trace.schema import Trace, one_job
+
+if TYPE_CHECKING:
+    from dl2gpu.planner.plan import Plan
 
 __all__ = ["JOB_ROW", "SHARD_BYTES", "Result", "Task", "halves", "lost", "run"]
 
@@ -190,12 +194,19 @@ def _analyse(trace: Trace, engine: str, first: int) -> tuple[Rows, Rows, dict[st
     return [j for js, _, _ in parts for j in js], [f for _, fs, _ in parts for f in fs], failed
 
 
+@lru_cache(maxsize=1)
+def _read(plan: str) -> Plan:
+    """The plan of a scan, once for all shards of a process."""
+    from dl2gpu.planner.file import plan_of
+
+    return plan_of(plan)
+
+
 def _against(trace: Trace, plan: str, findings: Rows) -> Rows:
     """What the jobs of the plan's size are against it; their findings say where they left it."""
     from dl2gpu.planner.expect import against
-    from dl2gpu.planner.file import plan_of
 
-    plans = against(trace, plan_of(plan))
+    plans = against(trace, _read(plan))
     left = {p["job"]: p["says"] for p in plans if p["follows"] is False}
     for f in findings:
         if f["job"] in left:

@@ -105,14 +105,7 @@ def _by_work_list(p: Program, b: Batch) -> dict[str, Array]:
     take_at, send_at = k["take_start"][:-1].copy(), k["send_start"][:-1].copy()
     replay_kernel.run(
         b.cells.ravel(), b.table, b.width, b.record,
-        p.job_event, b.job_lane, b.job_queue, k["job_box"],
-        lay.lane_of, lay.lane_next, lay.lane_first,
-        lay.queue_of, lay.queue_next, lay.queue_first,
-        lay.unit_of, lay.unit_first, lay.unit_size,
-        k["host_blocks"], k["wait_kind"], k["wait_needs"], k["dep_start"], k["dep_wait"],
-        k["node1"], k["node2"], k["role"], x["eager_at"], k["alone"], k["known"],
-        k["node_start"], k["node_part"], k["node_kind"], k["node_need"], k["node_blocks"],
-        x["channel"], x["sender"], x["pool_of"],
+        *_arguments(p, b), x["pool_of"],
         k["take_start"], k["take_event"], k["take_one"], k["send_start"], k["send_event"],
         p.rank_of, k["peer"], k["tag"], k["recv_peer"], k["recv_tag"],
         *got.values(), k["wait_needs"].copy(), *scratch, take_at, send_at,
@@ -122,17 +115,10 @@ def _by_work_list(p: Program, b: Batch) -> dict[str, Array]:
     return got
 
 
-def launch_in_lockstep(
-    p: Program, b: Batch, patience: int = lockstep_kernel.PATIENCE
-) -> tuple[Array, int]:
-    """The outcomes by :mod:`lockstep_kernel`, and in how many steps; cells of a job side by side.
-
-    A cell that it leaves has ``COMPLETED`` of ``lockstep_kernel.LEFT``.
-    """
+def _arguments(p: Program, b: Batch) -> tuple[Array, ...]:
+    """What both kernels that replay on the CPU take of the program, in their order."""
     k, lay, x = p.kernel, b.layout, b.extra
-    outcome = np.zeros(b.record * len(b.cells), np.int64)
-    steps = lockstep_kernel.run(
-        b.cells.ravel(), b.table, b.width, b.record, patience,
+    return (
         p.job_event, b.job_lane, b.job_queue, k["job_box"],
         lay.lane_of, lay.lane_next, lay.lane_first,
         lay.queue_of, lay.queue_next, lay.queue_first,
@@ -140,7 +126,22 @@ def launch_in_lockstep(
         k["host_blocks"], k["wait_kind"], k["wait_needs"], k["dep_start"], k["dep_wait"],
         k["node1"], k["node2"], k["role"], x["eager_at"], k["alone"], k["known"],
         k["node_start"], k["node_part"], k["node_kind"], k["node_need"], k["node_blocks"],
-        x["channel"], x["sender"], outcome, np.empty(len(k["node_kind"]), np.int32),
+        x["channel"], x["sender"],
+    )  # fmt: skip
+
+
+def launch_in_lockstep(
+    p: Program, b: Batch, patience: int = lockstep_kernel.PATIENCE
+) -> tuple[Array, int]:
+    """The outcomes by :mod:`lockstep_kernel`, and in how many steps; cells of a job side by side.
+
+    A cell that it leaves has ``COMPLETED`` of ``lockstep_kernel.LEFT``.
+    """
+    k = p.kernel
+    outcome = np.zeros(b.record * len(b.cells), np.int64)
+    steps = lockstep_kernel.run(
+        b.cells.ravel(), b.table, b.width, b.record, patience,
+        *_arguments(p, b), outcome, np.empty(len(k["node_kind"]), np.int32),
         *lockstep_kernel.scratch(
             np.unique(b.cells[:, 0]), p.job_event, b.job_lane, k["dep_start"]
         ),

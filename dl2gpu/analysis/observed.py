@@ -261,6 +261,8 @@ def _behind(p: Program, fix: Fixpoint, open_: Array, jobs: set[int]) -> list[int
         open_: bool[events], not complete by the states.
         jobs: those with something that waits.
     """
+    if not jobs:
+        return []
     m = p.matching
     silent = m.prepared.jobs.filter(~pl.col("waits").fill_null(False))["job"]
     rows = (

@@ -182,6 +182,7 @@ class Device:
         check(plan)
         self.dist = dist
         self.place(plan, rank)
+        self.blocks = Blocks(plan)
         self.groups: list[Any] = []
         self.stages: Any = None
         where = np.arange(plan.layout.ranks).reshape(plan.layout.shape)
@@ -378,10 +379,9 @@ class Device:
         """Messages of one moment; what was received is there, what was sent may be under way."""
         import torch
 
-        blocks = Blocks(self.plan)
         calls, arrived = [], []
         for work, other, sends in some:
-            node = blocks.messages(work.piece - work.backward)[0]
+            node = self.blocks.messages(work.piece - work.backward)[0]
             batch = batches[work.microbatch]
             kept = batch.grads if work.backward else batch.made
             peer = other * self.plane + self.part

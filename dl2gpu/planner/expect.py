@@ -14,6 +14,7 @@ the comparison; so is what the members went on to together, behind all that is p
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import polars as pl
@@ -90,6 +91,13 @@ def _channels(trace: Trace, job: int) -> pl.DataFrame:
         .sort("rank", "lane", "seq")
         .with_columns(k=pl.int_range(pl.len()).over("rank", "channel"))
     )
+
+
+@lru_cache(maxsize=4)
+def _program(plan: Plan, steps: int) -> tuple[Trace, pl.DataFrame]:
+    """The plan's program, and its channels: the same for all jobs of a scan."""
+    program = lower(plan, steps)
+    return program, _channels(program, 0)
 
 
 def _planned(got: pl.DataFrame, want: pl.DataFrame) -> pl.DataFrame:
@@ -178,13 +186,11 @@ def compare(trace: Trace, plan: Plan, job: int = 0) -> Difference | None:
         job: row of ``trace.jobs``.
     """
     every = _channels(trace, job)
-    one = lower(plan)
-    length = one.events.filter(pl.col("op") != OP["wait"]).group_by("rank").len("length")
+    length = _program(plan, 1)[1].group_by("rank").len("length")
     many = every.group_by("rank").len("many").join(length, "rank", how="left")
     steps = many.select((pl.col("many") / pl.col("length").fill_null(1)).ceil().max()).item()
     steps = min(max(int(steps or 1), 1), 10_000)
-    program = lower(plan, steps)
-    want = _channels(program, 0)
+    program, want = _program(plan, steps)
     got = _planned(every, want)
     each = want.join(length, "rank").with_columns(
         place=pl.int_range(pl.len()).over("rank", order_by="seq")

@@ -287,7 +287,7 @@ def _call(
     members = calls.members[comm]
     coming, going = _sizes(call, len(members))
     message = call["message"]
-    width = {"f32": "f32", "bf16": "bf16", "f16": "f16", "i32": "i32"}.get(call["dtype"], "u8")
+    width = call["dtype"] if call["dtype"] in _DTYPES else "u8"
     about: dict[str, Any] = {
         "Collective name": _COLLECTIVES[call["op"]], "In msg nelems": coming,
         "Out msg nelems": going, "Group size": len(members),

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from in_parts import read_in_parts, same
 from loopback import FaultyProxy, s3_environment, s3_server
 
 from dl2gpu.suites import fleet
 from dl2gpu.trace import parquet_remote, parts, remote
-from dl2gpu.trace.convert import canonical
 from dl2gpu.trace.discover import discover
-from dl2gpu.trace.inputs import Input, InputError, Stamp, TraceFile, joined
+from dl2gpu.trace.inputs import InputError, Stamp, TraceFile
 from dl2gpu.trace.readers import read_files
-from dl2gpu.trace.schema import Trace, concat
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(m) is None for m in ("s3fs", "moto", "flask", "pyarrow")),
@@ -61,18 +60,6 @@ def s3(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     remote.forget()
 
 
-def read_in_parts(files: list[TraceFile]) -> tuple[Trace, list[Input], int]:
-    shards = list(parts.shards(files, SIZE))
-    read = [read_files(shard) for shard in shards]
-    return concat([t for t, _ in read]), joined(i for _, found in read for i in found), len(shards)
-
-
-def same(a: Trace, b: Trace) -> None:
-    want, got = canonical(a), canonical(b)
-    for table, frame in want.items():
-        assert got[table].equals(frame), table
-
-
 @pytest.mark.parametrize("faulty", [False, True])
 def test_parts_are_the_whole_and_take_its_bytes_once(
     corpus: Path, s3: FaultyProxy, faulty: bool
@@ -86,7 +73,7 @@ def test_parts_are_the_whole_and_take_its_bytes_once(
             ("500", "cut", "reset", "short")[before // 3 % 4] if before % 3 == 0 else None
         )
     s3.sent = 0
-    trace, inputs, many = read_in_parts(files)
+    trace, inputs, many = read_in_parts(files, SIZE)
     assert many >= 8
     same(whole, trace)
     assert [i.status for i in inputs] == ["read"]
@@ -155,6 +142,6 @@ def test_whole_objects_where_pyarrow_is_missing(
     )
     whole, _ = read_files(discover([str(corpus)]).files)
     s3.sent = 0
-    trace, _, many = read_in_parts(discover([f"s3://{BUCKET}"]).files)
+    trace, _, many = read_in_parts(discover([f"s3://{BUCKET}"]).files, SIZE)
     same(whole, trace)
     assert s3.sent > many * max(p.stat().st_size for p in corpus.iterdir())

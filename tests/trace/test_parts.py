@@ -8,14 +8,13 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from in_parts import read_in_parts, same
 
 from dl2gpu.suites import fleet
 from dl2gpu.trace import native_parquet, parts
-from dl2gpu.trace.convert import canonical
 from dl2gpu.trace.discover import discover
 from dl2gpu.trace.inputs import Input, TraceFile, joined
 from dl2gpu.trace.readers import read_files
-from dl2gpu.trace.schema import Trace, concat
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +27,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def files_of(root: Path) -> list[TraceFile]:
     return discover([str(root)]).files
-
-
-def read_in_parts(files: list[TraceFile], size: int) -> tuple[Trace, list[Input], int]:
-    shards = list(parts.shards(files, size))
-    read = [read_files(shard) for shard in shards]
-    return concat([t for t, _ in read]), joined(i for _, found in read for i in found), len(shards)
-
-
-def same(a: Trace, b: Trace) -> None:
-    want, got = canonical(a), canonical(b)
-    for table, frame in want.items():
-        assert got[table].equals(frame), table
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20, 6 << 20, 1 << 30])
