@@ -21,13 +21,14 @@ from dl2gpu.analysis.explore import Budget, explore
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.matching import match
 from dl2gpu.analysis.outcomes import outcomes
-from dl2gpu.analysis.replay import build
+from dl2gpu.analysis.replay import Fixpoint, Program, build
 from dl2gpu.analysis.scenario import Scenario
+from dl2gpu.analysis.settled import beginnings, without_beginning
 from dl2gpu.engine.arrays import Array, codes
 from dl2gpu.engine.base import Engine
 from dl2gpu.engine.cpu import CPU
 from dl2gpu.text import ranks
-from dl2gpu.trace.schema import EVENTS, OP, Trace, empty, one_job, op_name
+from dl2gpu.trace.schema import EVENTS, OP, Trace, empty, op_name, some_jobs
 
 __all__ = ["SCENARIOS", "Candidate", "candidates", "with_repairs", "working"]
 
@@ -61,6 +62,8 @@ _NEAR: Final = 64
 """Operations behind the one that hangs among which its counterpart is looked for."""
 
 Row = dict[str, Any]
+Fresh = tuple[int, int]
+"""A request and a batch whose numbers are free in a job."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,15 @@ class Candidate:
     eager_bytes: int = 0
 
 
-def with_repairs(trace: Trace, findings: Sequence[Finding], engine: Engine = CPU) -> list[Finding]:
-    """The findings, those whose repair was found with it in their ``details`` ("repairs")."""
+def with_repairs(
+    p: Program, strict: Fixpoint | None, findings: Sequence[Finding]
+) -> list[Finding]:
+    """The findings, those whose repair was found with it in their ``details`` ("repairs").
+
+    ``strict``: the fixpoint under the strictest reading of all jobs that have findings to repair;
+    None: there are none. What a job has completed under it and has behind it is not tried again.
+    """
+    trace, engine = p.matching.prepared.trace, p.matching.prepared.engine
     out = list(findings)
     of: list[int] = []
     jobs: list[tuple[Trace, list[Candidate]]] = []
@@ -95,14 +105,22 @@ def with_repairs(trace: Trace, findings: Sequence[Finding], engine: Engine = CPU
         jobs.clear()
 
     seen: Counter[int] = Counter()
+    todo: list[int] = []
     for k, f in enumerate(findings):
-        if f.kind not in KINDS or f.evidence != "proven" or seen[f.job] >= _OF_A_JOB:
-            continue
-        seen[f.job] += 1
-        job = one_job(trace, f.job)
+        if f.kind in KINDS and f.evidence == "proven" and seen[f.job] < _OF_A_JOB:
+            seen[f.job] += 1
+            todo.append(k)
+    if strict is None or not todo:
+        return out
+    numbers = sorted(seen)
+    begin = beginnings(p, strict, np.array(numbers))
+    cut = {j: _shortened(job, begin.get(j)) for j, job in zip(numbers, some_jobs(trace, numbers))}
+    for k in todo:
+        f = findings[k]
+        job, fresh = cut[f.job]
         size = max(job.events.height, 1)
         # whether a repair is tried depends on the job alone, and not on how a corpus is cut
-        made = candidates(job, f)[: _MOST_EVENTS // size] if size <= _MOST_EVENTS else []
+        made = candidates(job, f, fresh)[: _MOST_EVENTS // size] if size <= _MOST_EVENTS else []
         if not made:
             continue
         of.append(k)
@@ -113,6 +131,19 @@ def with_repairs(trace: Trace, findings: Sequence[Finding], engine: Engine = CPU
             held = 0
     settle()
     return out
+
+
+def _shortened(job: Trace, begin: pl.DataFrame | None) -> tuple[Trace, Fresh]:
+    """The job without what it has behind it, and numbers that none of its operations has."""
+    fresh = _fresh(job.events)
+    if begin is None:
+        return job, fresh
+    return replace(job, events=without_beginning(job.events, begin)), fresh
+
+
+def _fresh(events: pl.DataFrame) -> Fresh:
+    request, group = events["request"].max(), events["group"].max()
+    return int(request or 0) + 1, int(group or 0) + 1  # type: ignore[arg-type]
 
 
 def working(
@@ -198,6 +229,8 @@ class _Job:
     base: pl.DataFrame
     strings: list[str]
     ids: dict[int, str]
+    request: int
+    group: int
     _rows: dict[int, Row] = field(default_factory=dict)
 
     def at(self, steps: Iterable[Row]) -> list[int]:
@@ -239,12 +272,15 @@ class _Job:
                 yield x
 
 
-def candidates(job: Trace, f: Finding) -> list[Candidate]:
-    """Repairs that are worth trying, smallest change first."""
+def candidates(job: Trace, f: Finding, fresh: Fresh | None = None) -> list[Candidate]:
+    """Repairs that are worth trying, smallest change first.
+
+    ``fresh``: where ``job`` is not all of the job, numbers that are free in all of it.
+    """
     base = _spaced(job.events)
     strings = job.strings.sort("code")["text"].to_list()
     ids = dict(job.comms.select("comm", "id").iter_rows())
-    j = _Job(base, strings, ids)
+    j = _Job(base, strings, ids, *(fresh or _fresh(job.events)))
     named = j.at([*f.hangs_at, *f.details.get("unmatched", ())])
     hangs = [k for k in named if base["op"][k] != OP["wait"]][:16]
     made = [
@@ -326,12 +362,11 @@ def _pairs(j: _Job, hangs: Sequence[int]) -> list[tuple[int, int]]:
 
 def _batched(j: _Job, hangs: Sequence[int]) -> Iterator[Candidate]:
     """A send and a receive are issued as one batch."""
-    fresh = int(j.base["group"].max() or 0) + 1  # type: ignore[arg-type]
     pairs = _pairs(j, hangs)
 
     def change(some: Sequence[tuple[int, int]]) -> dict[int, Row | None]:
         return {
-            k: j.row(k) | {"group": fresh + number}
+            k: j.row(k) | {"group": j.group + number}
             for number, pair in enumerate(some) for k in pair
         }  # fmt: skip
 
@@ -347,8 +382,6 @@ def _batched(j: _Job, hangs: Sequence[int]) -> Iterator[Candidate]:
 
 def _unblocked(j: _Job, hangs: Sequence[int]) -> Iterator[Candidate]:
     """A message does not hold its host, which waits for it behind the operation that follows."""
-    e = j.base
-    fresh = int(e["request"].max() or 0) + 1  # type: ignore[arg-type]
     blank = dict.fromkeys(EVENTS)
     for a in hangs:
         if j.row(a)["op"] not in (OP["send"], OP["recv"]) or j.row(a)["stream"] is not None:
@@ -360,11 +393,11 @@ def _unblocked(j: _Job, hangs: Sequence[int]) -> Iterator[Candidate]:
         wait = blank | {
             "job": row["job"], "rank": row["rank"], "lane": row["lane"],
             "seq": int(j.row(behind)["seq"]) + 1, "op": OP["wait"], "blocking": True,
-            "requests": [fresh], "mode": 0, "state": 0, "flags": 0,
+            "requests": [j.request], "mode": 0, "state": 0, "flags": 0,
         }  # fmt: skip
         words = f"on rank {row['rank']}, make {j.name(a)} non-blocking and wait for it "
         words += f"behind {j.name(behind)}" if behind != a else "right after"
-        yield Candidate(words, 2, {a: row | {"blocking": False, "request": fresh}}, (wait,))
+        yield Candidate(words, 2, {a: row | {"blocking": False, "request": j.request}}, (wait,))
 
 
 def _left_out(j: _Job, hangs: Sequence[int], f: Finding) -> Iterator[Candidate]:

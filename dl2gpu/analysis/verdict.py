@@ -120,6 +120,7 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
 
     # program order: the replay decides; then the readings that the order leaves open
     planned = everyone[~by_states]
+    strict = None
     if len(planned):
         # who gets through under the strictest reading gets through under the others
         strict = run(p, scenarios.STRICTEST, planned)
@@ -165,7 +166,7 @@ def analyse_matched(m: Matching, told: Sequence[Finding] = ()) -> Analysis:
     findings = host_called.with_statements(m, findings, open_jobs)
     findings = _across_attempts(m, _merge(findings))
     findings = [_with_last(p, names, f, issued, completed) for f in findings]
-    findings = with_repairs(m.prepared.trace, findings, m.prepared.engine)
+    findings = with_repairs(p, strict, findings)
     findings += [replace(f, fingerprint=fingerprint(f)) for f in told]
     return _conclude(m, findings, open_jobs)
 

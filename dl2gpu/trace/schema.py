@@ -52,6 +52,7 @@ __all__ = [
     "dtype_name",
     "empty",
     "one_job",
+    "some_jobs",
     "op_code",
     "op_name",
     "split",
@@ -481,6 +482,15 @@ def concat(traces: Sequence[Trace]) -> Trace:
 def one_job(trace: Trace, job: int) -> Trace:
     """The tables of one job; see :func:`split`."""
     return split(trace, [job, job + 1])[0]
+
+
+def some_jobs(trace: Trace, jobs: Sequence[int]) -> list[Trace]:
+    """The tables of each of the jobs, which rise; see :func:`split`."""
+    if not jobs:
+        return []
+    cuts = np.unique(np.concatenate([np.array(jobs), np.array(jobs) + 1])).tolist()
+    of = dict(zip(cuts, split(trace, cuts), strict=False))
+    return [of[job] for job in jobs]
 
 
 def split(trace: Trace, cuts: Sequence[int]) -> list[Trace]:
