@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -81,9 +82,7 @@ class Candidate:
     eager_bytes: int = 0
 
 
-def with_repairs(
-    p: Program, strict: Fixpoint | None, findings: Sequence[Finding]
-) -> list[Finding]:
+def with_repairs(p: Program, strict: Fixpoint | None, findings: Sequence[Finding]) -> list[Finding]:
     """The findings, those whose repair was found with it in their ``details`` ("repairs").
 
     ``strict``: the fixpoint under the strictest reading of all jobs that have findings to repair;
@@ -114,7 +113,8 @@ def with_repairs(
         return out
     numbers = sorted(seen)
     begin = beginnings(p, strict, np.array(numbers))
-    cut = {j: _shortened(job, begin.get(j)) for j, job in zip(numbers, some_jobs(trace, numbers))}
+    whole = zip(numbers, some_jobs(trace, numbers), strict=True)
+    cut = {number: _shortened(job, begin.get(number)) for number, job in whole}
     for k in todo:
         f = findings[k]
         job, fresh = cut[f.job]
@@ -156,27 +156,7 @@ def working(
     tried = [(job, c) for job, of in jobs for c in of]
     if not tried:
         return [[] for _ in jobs]
-    spaced = {id(job): _spaced(job.events) for job, _ in jobs}
-    parts: dict[str, list[pl.DataFrame]] = {"events": [], "jobs": [], "ranks": [], "comms": []}
-    comms = 0
-    for number, (job, c) in enumerate(tried):
-        here = pl.lit(number, pl.Int32).alias("job")
-        parts["events"].append(
-            _applied(spaced[id(job)], c)
-            .with_columns(
-                here,
-                (pl.col("comm", "new_comm") + comms).cast(pl.Int32),
-                ordinal=pl.lit(None, pl.Int64),
-                state=pl.lit(0, pl.UInt8),
-            )
-            .select(EVENTS.keys())
-        )
-        parts["jobs"].append(job.jobs.with_columns(here))
-        parts["ranks"].append(job.ranks.with_columns(here))
-        parts["comms"].append(job.comms.with_columns(here, (pl.col("comm") + comms).cast(pl.Int32)))
-        comms += job.comms.height
-    some = {name: pl.concat(frames) for name, frames in parts.items()}
-    p = build(match(replace(tried[0][0], status=empty("status"), **some), engine))
+    p = build(match(_copies(jobs), engine))
     scenarios = list(SCENARIOS.values())
     usual = len(scenarios)
     cells = []
@@ -211,11 +191,60 @@ def _spaced(events: pl.DataFrame) -> pl.DataFrame:
     return events.sort(*lane, "seq").with_columns(seq=pl.col("seq") * 4)
 
 
-def _applied(base: pl.DataFrame, c: Candidate) -> pl.DataFrame:
-    keep = np.ones(base.height, np.bool_)
-    keep[list(c.changed)] = False
-    rows = [row for row in (*c.changed.values(), *c.added) if row is not None]
-    return pl.concat([base.filter(pl.Series(keep)), pl.DataFrame(rows, schema=base.schema)])
+def _copies(jobs: Sequence[tuple[Trace, Sequence[Candidate]]]) -> Trace:
+    """Each job once for each of its candidates, changed as that says."""
+    tried = [c for _, of in jobs for c in of]
+    of_job = np.repeat(np.arange(len(jobs)), [len(of) for _, of in jobs])
+    base = pl.concat([_spaced(job.events) for job, _ in jobs])
+    begin = _begins([job.events.height for job, _ in jobs])
+    kept = [
+        np.delete(np.arange(begin[k], begin[k + 1]), list(c.changed))
+        for k, c in zip(of_job, tried, strict=True)
+    ]
+    put = [
+        [row for row in (*c.changed.values(), *c.added) if row is not None]
+        for c in tried
+    ]  # fmt: skip
+    events = pl.concat(
+        [
+            base[np.concatenate(kept)],
+            pl.DataFrame([row for rows in put for row in rows], schema=base.schema),
+        ]
+    )
+    numbers = np.arange(len(tried), dtype=np.int32)
+    number = np.concatenate([np.repeat(numbers, [len(k) for k in those]) for those in (kept, put)])
+
+    def table(name: str) -> tuple[pl.DataFrame, Array]:
+        """The side tables of all copies; and where that of each begins."""
+        frames: list[pl.DataFrame] = [getattr(job, name) for job, _ in jobs]
+        first = _begins([f.height for f in frames])
+        rows = [np.arange(first[k], first[k + 1]) for k in of_job]
+        many = [len(r) for r in rows]
+        mine = pl.Series("job", np.repeat(numbers, many))
+        return pl.concat(frames)[np.concatenate(rows)].with_columns(mine), _begins(many)
+
+    comms, first = table("comms")
+    of_comm = first[:-1].astype(np.int32)
+    room = pl.Series(of_comm[number])
+    return replace(
+        jobs[0][0],
+        events=events.with_columns(
+            pl.col("comm", "new_comm") + room,
+            job=pl.Series(number),
+            ordinal=pl.lit(None, pl.Int64),
+            state=pl.lit(0, pl.UInt8),
+        ).select(EVENTS.keys()),
+        jobs=table("jobs")[0],
+        ranks=table("ranks")[0],
+        comms=comms.with_columns(pl.col("comm") + pl.Series(of_comm[comms["job"].to_numpy()])),
+        status=empty("status"),
+    )  # fmt: skip
+
+
+def _begins(many: Sequence[int]) -> Array:
+    """int64[len + 1]: where each of so many begins."""
+    out: Array = np.cumsum([0, *many])
+    return out
 
 
 # --------------------------------------------------------------------------------------------------
@@ -247,6 +276,12 @@ class _Job:
         found = named.join(rows, on=["rank", "seq"], maintain_order="left")
         return [int(k) for k in found["k"]]
 
+    @cached_property
+    def places(self) -> tuple[Array, Array, Array]:
+        """Rank, lane and operation of each row."""
+        rank, lane, op = (self.base[c].to_numpy() for c in ("rank", "lane", "op"))
+        return rank, lane, op
+
     def row(self, k: int) -> Row:
         """The operation in a row of ``base``; not to be changed."""
         row = self._rows.get(k)
@@ -264,11 +299,12 @@ class _Job:
 
     def behind(self, k: int) -> Iterator[int]:
         """The operations of the same lane behind, waits left out."""
-        near = self.base[k : k + 1 + _NEAR].select("rank", "lane", "op").rows()
-        for x, (*place, op) in enumerate(near[1:], k + 1):
-            if tuple(place) != near[0][:2]:
+        rank, lane, op = self.places
+        end = min(k + 1 + _NEAR, len(op))
+        for x in range(k + 1, end):
+            if rank[x] != rank[k] or lane[x] != lane[k]:
                 return
-            if op != OP["wait"]:
+            if op[x] != OP["wait"]:
                 yield x
 
 
@@ -282,7 +318,7 @@ def candidates(job: Trace, f: Finding, fresh: Fresh | None = None) -> list[Candi
     ids = dict(job.comms.select("comm", "id").iter_rows())
     j = _Job(base, strings, ids, *(fresh or _fresh(job.events)))
     named = j.at([*f.hangs_at, *f.details.get("unmatched", ())])
-    hangs = [k for k in named if base["op"][k] != OP["wait"]][:16]
+    hangs = [k for k in named if j.row(k)["op"] != OP["wait"]][:16]
     made = [
         *_swapped(j, hangs), *_batched(j, hangs), *_unblocked(j, hangs),
         *_left_out(j, hangs, f), *_added(j, hangs, f),

@@ -40,7 +40,7 @@ def beginnings(p: Program, strict: Fixpoint, jobs: Array) -> dict[int, pl.DataFr
     m = p.matching
     e = m.events
     out: dict[int, pl.DataFrame] = {}
-    jobs = np.unique(jobs[np.isin(jobs, _of_orders(p, jobs))])
+    jobs = _of_orders(p, jobs)
     if not len(jobs):
         return out
     lo, hi = p.job_event[jobs].astype(np.int64), p.job_event[jobs + 1].astype(np.int64)
@@ -103,26 +103,18 @@ def without_beginning(events: pl.DataFrame, begin: pl.DataFrame) -> pl.DataFrame
 def _of_orders(p: Program, jobs: Array) -> Array:
     """Those of the jobs whose beginnings are a matter of order alone."""
     m = p.matching
-    mine = m.events.lazy().filter(pl.col("job").is_in(jobs.tolist()))
+    lossy = m.prepared.ranks.filter(is_lossy())["job"].unique().to_numpy()
     unknown = m.prepared.comms.filter(pl.col("size") == 0)["comm"].to_list()
     waits = (pl.col("op") == OP["wait"]) & (pl.col("mode").fill_null(0) != MODE["all"])
     fits = (
-        mine.group_by("job")
-        .agg(
-            fits=(
-                (pl.col("box") < 0)
-                & ~waits
-                & (pl.col("lane") == pl.col("lane").first())
-                & pl.col("ordinal").is_null()
-                & ~pl.col("comm").is_in(unknown).fill_null(False)
-            ).all()
-        )
-        .filter("fits")
-        .collect()
-    )
-    lossy = m.prepared.ranks.filter(is_lossy())["job"].unique()
-    left: Array = fits.filter(~pl.col("job").is_in(lossy.to_list()))["job"].to_numpy()
-    return left
+        (pl.col("box") < 0)
+        & ~waits
+        & (pl.col("lane") == pl.col("lane").first())
+        & pl.col("ordinal").is_null()
+        & ~pl.col("comm").is_in(unknown).fill_null(False)
+    ).all()
+    left = [j for j in np.setdiff1d(jobs, lossy) if p.events_of(j).select(fits).item()]
+    return np.array(left, np.int64)
 
 
 def _by_all(p: Program, rows: Array) -> Array:

@@ -23,8 +23,10 @@ from typing import Final
 import numpy as np
 import polars as pl
 
+from dl2gpu.engine.arrays import plain
 from dl2gpu.trace.files import read_bytes, whole_file
 from dl2gpu.trace.inputs import Input, InputError, Part, TraceFile
+from dl2gpu.trace.order_kernel import first_seen
 from dl2gpu.trace.parquet_file import (
     DIGEST_KEY,
     OPTIONAL,
@@ -61,8 +63,8 @@ from dl2gpu.trace.schema import (
 
 __all__ = ["read", "write"]
 
-_FEW: Final = 64
-"""Up to so many distinct texts are each looked for; more are gathered by their hashes."""
+_NONE: Final = (1 << 32) - 1
+"""In place of a text that is null."""
 _ENUMS: Final[dict[str, Mapping[str, int]]] = {"mode": MODE, "send_mode": SEND_MODE, "state": STATE}
 _TEXTS: Final = ("op", "stream", "reduce_op", "dtype", *_ENUMS)
 # --------------------------------------------------------------------------------------------------
@@ -286,15 +288,10 @@ def _coded(frame: pl.DataFrame, name: str, strings: StringTable) -> pl.Series:
             f"column {name}: expected String, found {frame.schema[name]} ({first_line(e)})"
         ) from e
     numbers = texts.to_physical()
-    valid = numbers.drop_nulls().to_numpy()
-    at = np.flatnonzero(np.bincount(valid))
-    if len(at) <= _FEW:
-        rows = [int((numbers == k).arg_max() or 0) for k in at.tolist()]
-        named = pl.DataFrame({"at": at, "text": texts.gather(rows).cast(pl.String)}).sort("text")
-    else:
-        values = texts.unique().drop_nulls()
-        named = pl.DataFrame({"at": values.to_physical(), "text": values.cast(pl.String)})
-        named = named.sort("text")
+    first = np.full(int(numbers.max()) + 1, -1, np.int32)  # type: ignore[arg-type]
+    first_seen(plain(numbers.fill_null(_NONE) if numbers.null_count() else numbers), first)
+    at = np.flatnonzero(first >= 0)
+    named = pl.DataFrame({"at": at, "text": texts.gather(first[at]).cast(pl.String)}).sort("text")
     distinct = named["text"].to_list()
     if name in _ENUMS:
         unknown = sorted(set(distinct) - set(_ENUMS[name]))
@@ -311,6 +308,6 @@ def _coded(frame: pl.DataFrame, name: str, strings: StringTable) -> pl.Series:
         codes = [strings.code(v) for v in distinct]
     table = np.zeros(int(at[-1]) + 1, np.int32)
     table[named["at"].to_numpy()] = codes
-    if len(valid) == len(numbers):
-        return pl.Series(name, table[valid]).cast(dtype)
+    if not numbers.null_count():
+        return pl.Series(name, table[numbers.to_numpy()]).cast(dtype)
     return pl.Series(table).cast(dtype).gather(numbers).alias(name)

@@ -193,9 +193,16 @@ def read_table(
         if jobs is not None:
             found = found.filter(pl.col("job").is_between(jobs[0], jobs[1] - 1))
         # one piece a column: every look at it as an array would join the pieces anew
-        return found.collect().rechunk()
+        return _joined(found.collect())
     except POLARS_ERRORS as e:
         raise InputError(f"{of_file(name)}not readable as Parquet: {first_line(e)}") from e
+
+
+def _joined(frame: pl.DataFrame) -> pl.DataFrame:
+    """The rows in one piece, what is null throughout without a copy of it."""
+    empty = [c for c in frame.columns if frame[c].null_count() == frame.height]
+    blank = [nulls(c, frame.schema[c], frame.height) for c in empty]
+    return frame.drop(empty).rechunk().with_columns(blank).select(frame.columns)
 
 
 def of_file(name: str) -> str:

@@ -52,9 +52,9 @@ __all__ = [
     "dtype_name",
     "empty",
     "one_job",
-    "some_jobs",
     "op_code",
     "op_name",
+    "some_jobs",
     "split",
     "validate",
 ]
@@ -485,12 +485,8 @@ def one_job(trace: Trace, job: int) -> Trace:
 
 
 def some_jobs(trace: Trace, jobs: Sequence[int]) -> list[Trace]:
-    """The tables of each of the jobs, which rise; see :func:`split`."""
-    if not jobs:
-        return []
-    cuts = np.unique(np.concatenate([np.array(jobs), np.array(jobs) + 1])).tolist()
-    of = dict(zip(cuts, split(trace, cuts), strict=False))
-    return [of[job] for job in jobs]
+    """The tables of each of the jobs; see :func:`split`."""
+    return _between(trace, [(job, job + 1) for job in jobs])
 
 
 def split(trace: Trace, cuts: Sequence[int]) -> list[Trace]:
@@ -499,10 +495,15 @@ def split(trace: Trace, cuts: Sequence[int]) -> list[Trace]:
     Jobs and communicators are numbered from 0 in each part, stacks and strings stay. Where the
     rows of a table come job by job they are not copied.
     """
+    return _between(trace, list(pairwise(cuts)))
+
+
+def _between(trace: Trace, runs: Sequence[tuple[int, int]]) -> list[Trace]:
+    """The tables of the jobs of each run, from its first to before its end."""
     parts: list[Trace] = []
     sources = {name: f for name, f in trace.tables().items() if "job" in f.columns}
     ordered = {name for name, frame in sources.items() if frame["job"].is_sorted()}
-    for first, end in pairwise(cuts):
+    for first, end in runs:
         tables = {}
         for name, frame in sources.items():
             if name in ordered:

@@ -10,9 +10,9 @@ from analysis.handmade import findings, made, op, recv, send, wait
 from naive import Choices, progress, stuck_places
 
 from dl2gpu.analysis.finding import Finding
-from dl2gpu.analysis.repair import SCENARIOS, Candidate, _applied, _spaced, candidates, working
+from dl2gpu.analysis.repair import SCENARIOS, Candidate, _copies, candidates, working
 from dl2gpu.analysis.wording import advice_for
-from dl2gpu.trace.schema import EVENTS, Trace
+from dl2gpu.trace.schema import Trace
 
 TWO = {"a": [0, 1], "b": [0, 1]}
 
@@ -55,8 +55,7 @@ def test_what_is_told_works_in_the_reference(name: str) -> None:
     by_words = {c.words: c for c in candidates(trace, finding(f))}
     for words in repairs:
         c = by_words[words]
-        rows = _applied(_spaced(trace.events), c)
-        changed = Trace(**{**trace.tables(), "events": rows.select(EVENTS.keys())})
+        changed = _copies([(trace, [c])])
         choices = [
             Choices(use_states=False), Choices(use_states=False, streams="one"),
             Choices(use_states=False, atomic_batch=True),
