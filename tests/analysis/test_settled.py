@@ -109,4 +109,5 @@ def test_repairs_are_tried_on_what_is_left(monkeypatch: pytest.MonkeyPatch) -> N
     deep = [all_reduce()] * 100
     told = findings(made([*deep, send(1), recv(1)], [*deep, send(0), recv(0)]))
     assert told[0]["details"]["repairs"]
-    assert sizes and max(sizes) == 4
+    assert sizes
+    assert max(sizes) == 4
