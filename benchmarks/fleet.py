@@ -160,6 +160,9 @@ def main() -> None:
     parser.add_argument("--measure", choices=["analysed", "scanned", "floors"])
     args = parser.parse_args()
     if args.measure:
+        from dl2gpu.engine.process import prepare
+
+        prepare()  # as the command does
         call = {
             "analysed": lambda: analysed(args.folder, args.shard_mb << 20, args.threads),
             "scanned": lambda: scanned(args.folder),

@@ -91,12 +91,16 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     _: Annotated[
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand != "record":  # a recorded program runs as it would alone
+        from dl2gpu.engine.process import prepare
+
+        prepare()
 
 
 @app.command(epilog="Example:  dl2gpu scan traces/ --out report/ --fail-on cycle,mismatch")
@@ -647,8 +651,6 @@ def _errors(verbose: bool) -> Iterator[None]:
 
 def main() -> NoReturn:
     """Entry point of the command ``dl2gpu``. Does not return: the process ends with its status."""
-    # NumPy's linear algebra starts threads that wait busily, on cores that the scan can use
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # importing makes objects by the hundred thousand, and no garbage to look for
     gc.set_threshold(200_000, 20, 20)
     status: object = 0

@@ -30,6 +30,7 @@ from typing import Any, Final, TypeAlias
 from dl2gpu import __version__, shard
 from dl2gpu.engine.choose import EngineError, choose, devices, missing
 from dl2gpu.engine.cores import cores
+from dl2gpu.engine.process import environment
 from dl2gpu.engine.versions import VersionError, check_versions
 from dl2gpu.shard import Result, Task
 from dl2gpu.trace.files import local_path
@@ -362,9 +363,11 @@ def _client(kind: str, workers: int | None) -> Iterator[Any]:
         from distributed import LocalCluster
 
         many = workers or cores()
-        environment = _environment(max(1, cores() // many))
+        # in place of Dask's own, which has memory given back at once
+        share = max(1, cores() // many)
+        variables = environment(share) | {"POLARS_MAX_THREADS": str(share)}
         with (
-            dask.config.set({"distributed.nanny.pre-spawn-environ": environment}),
+            dask.config.set({"distributed.nanny.pre-spawn-environ": variables}),
             LocalCluster(
                 n_workers=many, threads_per_worker=1, processes=True,
                 dashboard_address="127.0.0.1:0", silence_logs=logging.CRITICAL + 1,
@@ -385,19 +388,6 @@ def _client(kind: str, workers: int | None) -> Iterator[Any]:
         ) from error
     with client:
         yield client
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """Of a worker process, which shares the machine with the others.
-
-    In place of Dask's own, which has memory returned at once that the next shard asks for again,
-    page by page.
-    """
-    return {
-        "POLARS_MAX_THREADS": str(threads),
-        "OPENBLAS_NUM_THREADS": "1",
-        "_RJEM_MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1",
-    }
 
 
 def _cuda_cluster(workers: int | None) -> Any:
