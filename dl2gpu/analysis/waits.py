@@ -6,7 +6,8 @@ import numpy as np
 import polars as pl
 
 from dl2gpu.analysis.matching import Matching
-from dl2gpu.engine.arrays import Array, flags
+from dl2gpu.analysis.waits_kernel import pairs_of_all
+from dl2gpu.engine.arrays import Array, flags, plain
 
 __all__ = ["no_pairs", "wait_pairs"]
 
@@ -84,39 +85,25 @@ def _pairs_of_all(e: pl.DataFrame, waits: Array) -> pl.DataFrame:
     But a wait that is recorded as complete says nothing of what it waited for, so a wait that is
     not reaches back to the one before it that is not.
     """
-    one = _one_lane(e)
-    if one:
-        lanes = e["r"].to_numpy()
-    else:
-        lanes = e.select(lane=pl.struct("r", "lane").rank("dense")).to_series().to_numpy()
-    n = e.height
-    place = lanes.astype(np.int64) * n + np.arange(n)
-    targets = np.flatnonzero((e["stream"].is_not_null() | ~e["blocking"]).fill_null(False))
-    at = waits
-    if not one:
-        targets = targets[np.argsort(place[targets])]
-        at = waits[np.argsort(place[waits])]
-    known = flags(e["done"])[at] | flags(e["passed"])[at]
-    before = np.full(len(at), -1, np.int64)  # the wait before it in its lane
-    follows = lanes[at[1:]] == lanes[at[:-1]]
-    before[1:][follows] = at[:-1][follows]
-    first = before
-    if known.any():
-        still = (
-            pl.DataFrame({"lane": lanes[at], "open": np.where(known, -1, at)})
-            .with_columns(
-                open=pl.when(pl.col("open") >= 0).then("open").forward_fill().over("lane")
-            )
-            .select(pl.col("open").shift(1).over("lane").fill_null(-1))
-        )
-        first = np.where(known, before, still["open"].to_numpy())
-    first = lanes[at].astype(np.int64) * n + np.maximum(first, 0)
-    lo, hi = np.searchsorted(place[targets], [first, place[at]])
-    width = hi - lo
-    offset = np.arange(int(width.sum())) - np.repeat(np.cumsum(width) - width, width)
+    able = plain((e["stream"].is_not_null() | ~e["blocking"]).fill_null(False))
+    known = flags(e["done"]) | flags(e["passed"])
+    lanes, at, order = plain(e["r"]), waits.astype(np.int64), None
+    if not _one_lane(e):
+        lane = pl.struct("r", "lane").rank("dense").cast(pl.UInt32)
+        lanes = e.select(lane).to_series().to_numpy()
+        order = np.argsort(lanes, kind="stable")
+        is_wait = np.zeros(e.height, np.bool_)
+        is_wait[waits] = True
+        lanes, able, known = lanes[order], able[order], known[order]
+        at = np.flatnonzero(is_wait[order])
+    none = np.empty(0, np.uint32)
+    n = pairs_of_all(lanes, at, known, able, none, none)
+    wait, target = np.empty(n, np.uint32), np.empty(n, np.uint32)
+    pairs_of_all(lanes, at, known, able, wait, target)
+    if order is not None:
+        wait, target = order[wait], order[target]
     return pl.DataFrame(
-        {"wait": np.repeat(at, width), "target": targets[np.repeat(lo, width) + offset]},
-        schema={"wait": pl.UInt32, "target": pl.UInt32},
+        {"wait": wait, "target": target}, schema={"wait": pl.UInt32, "target": pl.UInt32}
     )
 
 

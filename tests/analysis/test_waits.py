@@ -77,3 +77,39 @@ def test_one_replay_shows_what_all_readings_would(
     assert sum(taken) > 5
     assert short.jobs.equals(long.jobs)
     assert short.findings == long.findings
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("known", [0.0, 0.5])
+def test_waits_for_everything_reach_back_to_the_wait_before(lanes: int, known: float) -> None:
+    rng = np.random.default_rng(lanes)
+    n = 400
+    e = pl.DataFrame(
+        {
+            "r": np.sort(rng.integers(0, 5, n)), "lane": rng.integers(0, lanes, n),
+            "stream": [1 if x < 0.5 else None for x in rng.random(n)],
+            "blocking": rng.random(n) < 0.5, "done": rng.random(n) < known,
+            "passed": rng.random(n) < known / 2,
+        },
+        schema={
+            "r": pl.UInt32, "lane": pl.Int32, "stream": pl.Int32, "blocking": pl.Boolean,
+            "done": pl.Boolean, "passed": pl.Boolean,
+        },
+    )  # fmt: skip
+    at = np.flatnonzero(rng.random(n) < 0.2)
+    rows = e.to_dicts()
+    waits_now = set(at.tolist())
+    want = set()
+    for w in waits_now:
+        known_now = rows[w]["done"] or rows[w]["passed"]
+        for x in range(w - 1, -1, -1):
+            if (rows[x]["r"], rows[x]["lane"]) != (rows[w]["r"], rows[w]["lane"]):
+                continue
+            if rows[x]["stream"] is not None or not rows[x]["blocking"]:
+                want.add((w, x))
+            open_ = not (rows[x]["done"] or rows[x]["passed"])
+            if x in waits_now and (known_now or open_):
+                break
+    found = list(waits._pairs_of_all(e, at).iter_rows())
+    assert len(found) == len(set(found))
+    assert set(found) == want
