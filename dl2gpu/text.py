@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Final
 
 __all__ = ["fold", "pairs_text", "ranks", "user_frame"]
@@ -39,6 +40,11 @@ _LIBRARY: Final = re.compile(
 )
 
 
+@lru_cache(maxsize=4096)
+def _of_library(frame: str) -> bool:
+    return _LIBRARY.search(frame) is not None
+
+
 def user_frame(stack: Sequence[str] | None) -> str:
     """The innermost frame outside the framework and Python itself.
 
@@ -47,7 +53,7 @@ def user_frame(stack: Sequence[str] | None) -> str:
     """
     if not stack:
         return ""
-    return next((f for f in stack if not _LIBRARY.search(f)), stack[0])
+    return next((f for f in stack if not _of_library(f)), stack[0])
 
 
 def pairs_text(pairs: Iterable[Sequence[int]]) -> str:

@@ -316,10 +316,12 @@ def _late(p: Prepared, events: pl.DataFrame) -> pl.DataFrame:
     empty = pl.DataFrame(schema={"node": pl.Int32, "rank": pl.Int32})
     ends = p.ranks.filter((pl.col("exit") == EXIT["alive"]) & pl.col("t_last").is_not_null())
     jobs = p.jobs.filter(~pl.col("states") & pl.col("last_created").is_not_null())
+    # nothing of most jobs was issued so long after the first of their records had ended
+    first = ends.group_by("job").agg(first=pl.col("t_last").min())
+    jobs = jobs.join(first, on="job").filter(pl.col("last_created") > pl.col("first") + _GAVE_UP_NS)
     ends = ends.join(jobs.select("job"), on="job", how="semi")
     if ends.is_empty():
         return empty
-    jobs = jobs.join(ends.select("job"), on="job", how="semi")
     parts = (
         events.lazy()
         .join(jobs.lazy().select("job"), on="job", how="semi")

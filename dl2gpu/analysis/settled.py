@@ -50,18 +50,10 @@ def beginnings(p: Program, strict: Fixpoint, jobs: Array) -> dict[int, pl.DataFr
     of = np.repeat(np.arange(len(head)), np.diff(np.append(head, len(rows))))
     place = np.arange(len(rows))
     # nodes, messages and batches that lie in the beginning as a whole, or not at all
-    ties = [_dense(column[rows]) for column in (e["node"].to_numpy(), e["node2"].to_numpy())]
-    nodes = ties[0] if not (ties[1] >= 0).any() else None
-    if nodes is None:
-        both = _dense(np.concatenate([e["node"].to_numpy()[rows], e["node2"].to_numpy()[rows]]))
-        ties = [both[: len(rows)], both[len(rows) :]]
-    else:
-        ties = ties[:1]
-    held = [ties]
+    held = [(m.nodes.height, [e[c].to_numpy()[rows] for c in ("node", "node2")])]
     if len(p.group):
-        batch = p.group[rows]
-        _, number = np.unique(np.stack([rank, batch]), axis=1, return_inverse=True)
-        held.append([np.where(batch >= 0, number.ravel(), -1)])
+        batches, number = _batches(rank, p.group[rows])
+        held.append((batches, [number]))
     seq = e["seq"].to_numpy()[rows]
     same = np.flatnonzero((seq[1:] == seq[:-1]) & (of[1:] == of[:-1])) + 1
     last = np.append(head[1:], len(rows)) - 1
@@ -70,12 +62,11 @@ def beginnings(p: Program, strict: Fixpoint, jobs: Array) -> dict[int, pl.DataFr
     for _ in range(_ROUNDS):
         bad = place >= cut[of]
         bad[same - 1] |= bad[same]
-        for columns in held:
-            width = 1 + max(int(c.max(initial=-1)) for c in columns)
-            hit = np.zeros(width + 1, np.bool_)  # the last is of those without
+        for many, columns in held:
+            hit = np.zeros(many + 1, np.bool_)  # the last is of those without, whose number is -1
             for c in columns:
                 hit[c[bad]] = True
-            hit[width] = False
+            hit[many] = False
             for c in columns:
                 bad |= hit[c]
         new = np.minimum(_first(bad, head, len(rows)), cut)
@@ -138,9 +129,12 @@ def _first(mask: Array, head: Array, n: int) -> Array:
     return out
 
 
-def _dense(values: Array) -> Array:
-    """Numbers of the values from 0 on; -1 stays."""
-    some = values >= 0
-    out = np.full(len(values), -1, np.int64)
-    out[some] = np.unique(values[some], return_inverse=True)[1]
-    return out
+def _batches(rank: Array, group: Array) -> tuple[int, Array]:
+    """How many batches there are, and the number of each operation's; -1: of none."""
+    some = group >= 0
+    names, name = np.unique(group[some], return_inverse=True)
+    key = rank[some].astype(np.int64) * len(names) + name
+    found, number = np.unique(key, return_inverse=True)
+    out = np.full(len(rank), -1, np.int64)
+    out[some] = number
+    return len(found), out

@@ -114,7 +114,8 @@ def prepare(trace: Trace, engine: Engine = CPU) -> Prepared:
     events = trace.events.select(_KEEP)
     if not _in_order(events):
         events = _sorted(events)
-    events = events.with_row_index("i")
+    # said, so that groups by job need no table of keys
+    events = events.with_columns(pl.col("job").set_sorted()).with_row_index("i")
 
     events = _sizes(events)
     ranks, events = _number_ranks(trace, events)

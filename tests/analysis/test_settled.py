@@ -87,6 +87,9 @@ def test_the_repairs_are_the_same(example: int) -> None:
         for ops in program.ops.values():
             numbered = any("ordinal" in o for o in ops)
             keys = [{"ordinal": k} if numbered else {} for k in range(BEHIND)]
+            for o in ops:
+                if "seq" in o:
+                    o["seq"] += BEHIND
             ops[:0] = [all_reduce("behind", lane=0, **k) for k in keys]
     trace = trace_of(*of)
     short = analyse(trace).findings
