@@ -17,7 +17,7 @@ from dl2gpu.analysis.names import Names
 from dl2gpu.analysis.replay import Fixpoint, Program
 from dl2gpu.analysis.tables import KIND, is_collective
 from dl2gpu.analysis.windows import timed_window
-from dl2gpu.trace.schema import EXIT
+from dl2gpu.trace.schema import EXIT, STATE
 
 __all__ = [
     "clock", "snapshot", "stale_ranks", "standstill", "uncompared", "went_on",
@@ -179,7 +179,10 @@ def standstill(
     states = m.prepared.jobs["states"].to_numpy().astype(bool)
     done = p.kernel["known"] & 1 > 0
     job_of = m.events["job"].to_numpy()
-    pending = fix.completed & ~done & states[job_of]
+    # of a whole program whose states are a dump's, what the dump does not list pends nowhere
+    joined = m.prepared.jobs["joined"].to_numpy().astype(bool)
+    untold = joined[job_of] & (m.events["state"].fill_null(0) == STATE["unknown"]).to_numpy()
+    pending = fix.completed & ~done & states[job_of] & ~untold
     if not pending.any():
         return []
     # the first uncompleted operation of each queue is where the device stands

@@ -59,7 +59,8 @@ class Prepared:
             trusted completion (rule 7); ``doubted`` Boolean: a completion taken back (an abort);
             ``passed`` Boolean: complete because the record shows that its host went on.
         jobs: the jobs table and ``semantics`` Int8 (backend class), ``states`` Boolean (completion
-            is observed: post-mortem evidence), ``world`` Int32 (ranks 0..world-1 are expected).
+            is observed: post-mortem evidence), ``joined`` Boolean (the states of a whole program
+            are a dump's), ``world`` Int32 (ranks 0..world-1 are expected).
         ranks: the ranks table, one row for each rank that has a record, and ``r`` its number.
         comms: the comms table and ``size`` Int32 (0 = unknown), with one row more for each job
             that has a ``finalize`` without a communicator.
@@ -140,6 +141,9 @@ def prepare(trace: Trace, engine: Engine = CPU) -> Prepared:
             .fill_null(False),
             # of several records (merge.py) the strongest, whose operations these mostly are
             source=pl.col("source").str.split("+").list.first(),
+            # a whole program whose states are a dump's (merge_states.py)
+            joined=pl.col("waits").fill_null(False)
+            & pl.col("source").str.split("+").list.contains("flight_recorder"),
             world=pl.coalesce(
                 pl.col("world_size"), pl.max_horizontal("member_max", "rank_max") + 1
             ).fill_null(0),
@@ -293,6 +297,8 @@ def _facts(
     done = (events["state"].to_numpy() == STATE["completed"]) & _per_event(events, jobs["states"])
     doubted = np.zeros(len(done), np.bool_)
     doubted[late] = done[late]
+    # of what no dump lists, as the making of communicators, the host's going on is the only sign
+    done |= passed & _per_event(events, jobs["joined"])
     return events.with_columns(
         done=pl.Series(done & ~doubted), doubted=pl.Series(doubted), passed=pl.Series(passed)
     )
@@ -306,11 +312,13 @@ def _passed(events: pl.DataFrame, jobs: pl.DataFrame, ranks: pl.DataFrame) -> Ar
     then complete, and what stands before a wait for everything was complete when the host passed
     that wait.
     """
+    of_job = jobs.select(
+        # of a source that records waits
+        told=pl.col("waits").fill_null(False) & (~pl.col("states") | pl.col("joined")),
+    )[ranks["job"].to_numpy()]
     prefix = (
         ranks["exit"].is_in([EXIT[e] for e in ("alive", "crashed", "killed", "window")]).to_numpy()
-        & ~jobs["states"].to_numpy().astype(np.bool_)[ranks["job"].to_numpy()]
-        # of a source that records waits
-        & jobs["waits"].fill_null(False).to_numpy()[ranks["job"].to_numpy()]
+        & of_job["told"].to_numpy()
     )
     if not prefix.any():
         return np.zeros(events.height, np.bool_)

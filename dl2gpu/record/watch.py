@@ -349,7 +349,9 @@ def _keep_flight_recorder(recorder: Recorder) -> None:
         if len(data) < 200:  # an empty one: nothing was kept
             return
         folder = recorder.file.path.parent / "flight_recorder"
-        folder.mkdir(exist_ok=True)
+        if recorder.attempt:
+            folder /= f"attempt_{recorder.attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / f"nccl_trace_rank_{recorder.rank}").write_bytes(data)
     except Exception as error:  # noqa: BLE001 - a help, not a need
         warn_once(f"no Flight Recorder dump: {error}")

@@ -135,6 +135,7 @@ def _unit(file: _Found, pattern: re.Pattern[str] | None) -> str:
         if not (
             task or _RANK_FOLDER.match(name) or _HOST_FOLDER.fullmatch(name)
             or _ATTEMPT_FOLDER.fullmatch(name) or _LOG_FOLDER.fullmatch(name)
+            or name == DUMPS_FOLDER
         ):  # fmt: skip
             return f"folder {folder}"
         folder = parent
@@ -446,6 +447,10 @@ _ATTEMPT_FOLDER: Final = re.compile(
 )
 
 
+DUMPS_FOLDER: Final = "flight_recorder"
+"""Beside the files of the recorder: dumps of the same job, with states that a host cannot see."""
+
+
 def _jobs(found: list[tuple[_Found, Kind]]) -> list[TraceFile]:
     """Trace files with the folder of their job, and the attempt where a folder's name says it."""
     logs = [(file, kind) for file, kind in found if kind.format == "log"]
@@ -464,6 +469,11 @@ def _jobs(found: list[tuple[_Found, Kind]]) -> list[TraceFile]:
         if match:
             attempt = int(match.group(1))
             folder = folder.rpartition("/")[0]
+        above, _, name = folder.rpartition("/")
+        if name == DUMPS_FOLDER and any(
+            kinds[f.url].format == "native" for f in by_folder.get((key[0], above), ())
+        ):
+            folder = above
         files += [_trace_file(f, kinds[f.url].format or "", folder, attempt) for f in members]
     return [*files, *_log_files([file for file, _ in logs])]
 

@@ -18,6 +18,7 @@ from typing import Final
 import polars as pl
 
 from dl2gpu.trace.inputs import Input
+from dl2gpu.trace.merge_states import same_use, with_states
 from dl2gpu.trace.schema import EXIT, Trace
 
 __all__ = ["STRENGTH", "merge"]
@@ -56,8 +57,8 @@ def merge(trace: Trace, inputs: list[Input]) -> tuple[Trace, list[Input]]:
         return trace, inputs
     winners = _winners(trace, target)
     comm_of = _communicators(trace, target)
-    merged = _tables(trace, target, winners, comm_of)
-    return merged, _told(target, winners, inputs)
+    merged, states = _tables(trace, target, winners, comm_of)
+    return merged, _told(target, winners, states, inputs)
 
 
 def _targets(jobs: pl.DataFrame) -> pl.DataFrame:
@@ -139,13 +140,14 @@ def _winners(trace: Trace, target: pl.DataFrame) -> pl.DataFrame:
 def _communicators(trace: Trace, target: pl.DataFrame) -> pl.DataFrame:
     """``comm, into``: each communicator, and the one of the strongest record that it is.
 
-    By its id, else by its name, else by its members, where just one of the other record fits.
+    By its id, else by its name, else by its members and what it is for, else by its members, where
+    just one of the other record fits.
     """
     comms = trace.comms.join(target.select("job", "target", "strength"), on="job")
     left = comms.filter(pl.col("job") != pl.col("target"))
     home = comms.filter(pl.col("job") == pl.col("target"))
     found = pl.DataFrame(schema={"comm": pl.Int32, "into": pl.Int32})
-    for keys in (["id"], ["name", "desc"], ["name"], ["ranks"]):
+    for keys in (["id"], ["name", "desc"], ["name"], ["ranks", "desc"], ["ranks"]):
         rest = left.join(found, on="comm", how="anti")
         mine, theirs = rest, home.join(found, left_on="comm", right_on="into", how="anti")
         for key in keys:
@@ -158,6 +160,7 @@ def _communicators(trace: Trace, target: pl.DataFrame) -> pl.DataFrame:
             .select("comm", "into")
         )
         found = pl.concat([found, pairs])
+    found = pl.concat([found, _by_use(trace, left, home, found)])
     everything = comms.select("comm").join(found, on="comm", how="left")
     # of two weaker records that name a communicator which the strongest lacks
     lone = comms.join(found, on="comm", how="anti").filter(pl.col("job") != pl.col("target"))
@@ -169,6 +172,22 @@ def _communicators(trace: Trace, target: pl.DataFrame) -> pl.DataFrame:
         .select("comm", into=pl.coalesce("into", "first", "comm"))
         .sort("comm")
     )
+
+
+def _by_use(
+    trace: Trace, left: pl.DataFrame, home: pl.DataFrame, found: pl.DataFrame
+) -> pl.DataFrame:
+    """``comm, into`` of dumps beside a record of the program: by what is done on them."""
+    of = trace.jobs.select("job", "source")
+    dumps = of.filter(pl.col("source") == "flight_recorder").select("job")
+    records = of.filter(pl.col("source").is_in(_RECORDS)).select("job")
+    mine = left.join(dumps, on="job", how="semi").join(found, on="comm", how="anti")
+    theirs = home.join(records, on="job", how="semi").join(
+        found, left_on="comm", right_on="into", how="anti"
+    )
+    pairs = mine.join(theirs.select("target", "ranks", into="comm"), on=["target", "ranks"])
+    pairs = pairs.filter(pl.col("ranks").list.len() > 0).select("comm", "into")
+    return same_use(trace.events, trace.events, pairs) if pairs.height else pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +224,11 @@ def _dense(pairs: pl.DataFrame, name: str) -> pl.DataFrame:
 
 def _tables(
     trace: Trace, target: pl.DataFrame, winners: pl.DataFrame, comm_of: pl.DataFrame
-) -> Trace:
-    """All tables with jobs and communicators put together."""
+) -> tuple[Trace, pl.DataFrame]:
+    """All tables with jobs and communicators put together, and ``path, states`` of dumps.
+
+    ``states``: what became of them, for people.
+    """
     numbers = _Numbers.of(target, comm_of)
     strength = target.select("job", "strength")
     kept = winners.filter(pl.col("wins") & pl.col("fits")).select("job", "rank")
@@ -229,7 +251,35 @@ def _tables(
     for name, frame in trace.tables().items():
         if name not in out and name != "status" and "job" in frame.columns:
             out[name] = frame  # what records say beside operations, from all of them
-    return replace(trace, **{n: numbers.applied(f) for n, f in out.items()}, status=status)
+    merged = replace(trace, **{n: numbers.applied(f) for n, f in out.items()}, status=status)
+    dumps = _beside(trace, winners)
+    if dumps.is_empty():
+        return merged, dumps.select("path", states=pl.lit(None, pl.String))
+    mine = trace.events.join(dumps, on=["job", "rank"], how="semi")
+    dumps = numbers.applied(dumps)
+    events, refused = with_states(merged.events, numbers.applied(mine), dumps)
+    states = dumps.join(refused, on="job", how="left").select(
+        "path",
+        states=pl.concat_str(pl.lit("its states are not used: "), "why").fill_null(
+            "its states are put beside the operations of the stronger record"
+        ),
+    )
+    return replace(merged, events=events), states
+
+
+_RECORDS: Final = ("native", "parquet")
+"""Records of whole programs: order, waits and streams, and mostly no states."""
+
+
+def _beside(trace: Trace, winners: pl.DataFrame) -> pl.DataFrame:
+    """Rows of ``ranks``: dumps of Flight Recorder of ranks that stand in a record of programs."""
+    key = ["target", "rank"]
+    stand = winners.filter("wins", "fits", pl.col("source").is_in(_RECORDS)).select(key)
+    return (
+        winners.filter((pl.col("source") == "flight_recorder") & ~pl.col("wins"))
+        .join(stand, on=key, how="semi")
+        .select(trace.ranks.columns)
+    )
 
 
 def _jobs(trace: Trace, target: pl.DataFrame) -> pl.DataFrame:
@@ -304,7 +354,9 @@ def _comms(trace: Trace, strength: pl.DataFrame, comm_of: pl.DataFrame) -> pl.Da
     )
 
 
-def _told(target: pl.DataFrame, winners: pl.DataFrame, inputs: list[Input]) -> list[Input]:
+def _told(
+    target: pl.DataFrame, winners: pl.DataFrame, states: pl.DataFrame, inputs: list[Input]
+) -> list[Input]:
     """Inputs of jobs that were put together, with what of each is not used."""
     several = target.group_by("target").agg(n=pl.len()).filter(pl.col("n") > 1)
     by_path = (
@@ -318,6 +370,7 @@ def _told(target: pl.DataFrame, winners: pl.DataFrame, inputs: list[Input]) -> l
         )
     )
     notes = {path: _note(*said) for path, *said in by_path.iter_rows()}
+    notes |= dict(states.unique("path", keep="first").iter_rows())
     return [
         i if notes.get(i.path) is None
         else replace(i, reason="; ".join(filter(None, (i.reason, notes[i.path]))))

@@ -337,8 +337,14 @@ print(hasattr(c10d, "_dump_fr_trace") and not hasattr(c10d, "_dump_nccl_trace"))
         pytest.skip("the dump of this PyTorch is NCCL's, or it keeps none of gloo")
     assert kept == "True"
     assert job.ops(0)[0]["op"] == "barrier"
-    jobs = {j["job"]: j["events"] for j in report(job.trace).jobs.to_dicts()}
-    assert jobs == {"trace": 4, "flight_recorder": 2}
+    # one job, of which the record stands; that gloo's states say nothing is noticed
+    found = report(job.trace)
+    assert {j["job"]: j["events"] for j in found.jobs.to_dicts()} == {"trace": 4}
+    of_dumps = [i for i in found.inputs.to_dicts() if "flight_recorder" in i["path"]]
+    assert len(of_dumps) == 2
+    assert {i["reason"] for i in of_dumps} == {
+        "its states are not used: nothing is ever complete in it, as with gloo"
+    }
 
 
 def test_two_lines_in_a_script(tmp_path: Path) -> None:
