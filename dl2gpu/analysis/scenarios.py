@@ -66,14 +66,26 @@ def still_stuck(g: Graph, cause: Cause, lenient: Fixpoint) -> bool:
     return held or not any_part
 
 
-def smallest_safe_buffer(p: Program, job: int, early_release: bool) -> int | None:
-    """Smallest eager threshold in bytes under which the job runs to its end; None if there is none.
+_EXPLORED: Final = 64
+"""Schedules that are explored for each size of a job with wildcards."""
 
-    Only the sizes of its own sends matter. Larger buffers only ever help (there is no wildcard and
-    no wait-any whose choice could change), so the threshold is bracketed closer and closer, by as
-    many sizes at a time as go in lock step.
+
+def smallest_safe_buffer(p: Program, job: int, early_release: bool) -> int | None:
+    """Smallest eager threshold in bytes from which on the job runs to its end; None: there is none.
+
+    Only the sizes of its own sends matter. Larger buffers only ever help where no choice could
+    change, so the threshold is bracketed closer and closer, by as many sizes at a time as go in
+    lock step. Of a job whose wildcards are not decided, each size is explored.
     """
     lo, hi = p.job_event[job], p.job_event[job + 1]
+    if (p.matching.events["box"][int(lo) : int(hi)] >= 0).any():
+        from dl2gpu.analysis.explore import Budget
+        from dl2gpu.analysis.whatif import safe_from, unsafe_spans
+
+        few = Budget(_EXPLORED)
+        return (
+            safe_from(unsafe_spans(p, job, "eager_bytes", few, early_release=early_release)) or None
+        )
     events = p.matching.events[int(lo) : int(hi)]
     sends = events.filter(pl.Series(p.kernel["role"][lo:hi] == ROLE["send"]))["bytes"]
     sizes = sends.filter(sends > 0).unique().sort().to_numpy()

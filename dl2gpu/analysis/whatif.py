@@ -121,9 +121,11 @@ class WhatIf:
             that were found), ``probability`` with ``low`` and ``high``, ``mismatch`` (share of the
             orders in which ranks fuse different gradients into one operation), ``witness`` (its
             number, null: none), ``runs``.
-        safe: one row a job that stops without buffers: ``job``, ``eager_bytes`` and
-            ``channel_bytes`` (smallest that are safe, null: none is), ``channels`` ((src, dst)
-            pairs on the circle at the critical size).
+        safe: one row a job that stops with buffers of some size: ``job``; ``eager_bytes`` and
+            ``channel_bytes`` (the smallest from which on all are safe, null: there is none);
+            ``eager_unsafe`` and ``channel_unsafe`` (spans [from, below) of sizes that are not;
+            below -1: all from there on; null: not known); ``channels`` ((src, dst) pairs on the
+            circle at the critical size).
         witnesses: (job, witness), by number.
         cut: what was not done for want of time, "" for nothing.
     """
@@ -221,7 +223,10 @@ def whatif(
             rows.append(row | {"witness": number})
         cut = cut or late
     jobs = np.arange(trace.jobs.height, dtype=np.int32)
-    safe = safe_sizes(build(match(trace, engine)), jobs) if sizes and not cut else []
+    safe: list[dict[str, Any]] = []
+    if sizes and not cut:
+        left = None if until is None else max(until - time.monotonic(), 0.0)
+        safe = safe_sizes(build(match(trace, engine)), jobs, replace(budget, seconds=left), seed)
     frame = pl.DataFrame(rows, schema=ROWS).sort(
         "job", "fusion", "order", "matches", "queues", "eager", "messages", "buffer", "pool",
         maintain_order=True,
@@ -255,6 +260,8 @@ SAFE: Final[dict[str, pl.DataType]] = {
     "job": pl.Int32(),
     "eager_bytes": pl.Int64(),
     "channel_bytes": pl.Int64(),
+    "eager_unsafe": pl.List(pl.List(pl.Int64())),
+    "channel_unsafe": pl.List(pl.List(pl.Int64())),
     "channels": pl.List(pl.List(pl.Int32())),
 }
 
@@ -454,18 +461,38 @@ def infeasible(p: Program, fix: Fixpoint) -> Array:
 # Smallest safe buffers
 
 
-def safe_sizes(p: Program, jobs: Array) -> list[dict[str, Any]]:
-    """The smallest safe buffers of the jobs that stop without any.
+def safe_sizes(
+    p: Program, jobs: Array, budget: Budget | None = None, seed: int = 0
+) -> list[dict[str, Any]]:
+    """The smallest safe buffers of the jobs that stop with buffers of some size.
 
     Larger buffers of a channel only ever help where there is no wildcard, so each job is bisected,
     all of them at once: over the sizes of its messages for an eager threshold, and over bytes for
-    the room of a channel. Gives rows with the columns of :data:`SAFE`.
+    the room of a channel. A wildcard may take what a larger buffer lets come sooner: then each size
+    that makes a difference is explored (:mod:`explore`, with ``budget`` and ``seed``). Gives rows
+    with the columns of :data:`SAFE`.
     """
     none = Scenario(use_states=False)
-    stops = _stands(p, jobs, [none] * len(jobs))
-    todo = jobs[stops & ~_boxed(p)[jobs]]
-    if not len(todo):
-        return []
+    boxed = _boxed(p)[jobs]
+    calm = jobs[~boxed]
+    todo = calm[_stands(p, calm, [none] * len(calm))] if len(calm) else calm
+    out = [] if not len(todo) else _bisected(p, todo, none)
+    for job in jobs[boxed].tolist():
+        eager = unsafe_spans(p, job, "eager_bytes", budget, seed)
+        room = unsafe_spans(p, job, "buffer_bytes", budget, seed)
+        if not eager and not room:
+            continue  # nowhere unsafe, or not known
+        out.append(
+            {
+                "job": job,
+                "eager_bytes": safe_from(eager), "channel_bytes": safe_from(room),
+                "eager_unsafe": eager, "channel_unsafe": room, "channels": [],
+            }
+        )  # fmt: skip
+    return sorted(out, key=lambda row: row["job"])
+
+
+def _bisected(p: Program, todo: Array, none: Scenario) -> list[dict[str, Any]]:
     sizes = _sizes(p, todo)
     eager = _bisect(p, todo, [np.unique(s) for s in sizes], "eager_bytes")
     totals = [int(s.sum()) for s in sizes]
@@ -477,10 +504,91 @@ def safe_sizes(p: Program, jobs: Array) -> list[dict[str, Any]]:
         out.append(
             {
                 "job": job, "eager_bytes": small, "channel_bytes": wide,
+                "eager_unsafe": [[0, -1 if small is None else small]],
+                "channel_unsafe": [[0, -1 if wide is None else wide]],
                 "channels": [] if wide is None else full_channels(p, fix, job),
             }
         )  # fmt: skip
     return out
+
+
+Spans = list[list[int]]
+"""[from, below) each, in order; below -1: no end."""
+
+_MOST_SIZES: Final = 256
+"""Sizes that are explored for a job whose wildcards make choices."""
+_RUNS_A_SIZE: Final = 256
+"""Runs for each of them."""
+
+
+def unsafe_spans(
+    p: Program, job: int, name: str, budget: Budget | None = None, seed: int = 0, **given: Any
+) -> Spans | None:
+    """Sizes of ``eager_bytes`` or ``buffer_bytes`` with which a job of choices can deadlock.
+
+    None: not known. There are too many sizes that make a difference, a message has no size, or the
+    choices are too many for the budget to say that there is no deadlock.
+
+    Args:
+        p: the program. job: its number.
+        name: which field of a scenario. given: others of it.
+        budget: runs for each size, and seconds over all. seed: of samples.
+    """
+    budget = budget or Budget()
+    budget = replace(budget, scenarios=min(budget.scenarios, _RUNS_A_SIZE))
+    until = None if budget.seconds is None else time.monotonic() + budget.seconds
+    values = _turning_points(p, job, single=name == "eager_bytes")
+    if values is None or len(values) * p.events_of(job).height > _MOST_EVENTS:
+        return None
+    spans: Spans = []
+    for value, below in zip(values, [*values[1:], -1], strict=True):
+        left = None if until is None else max(until - time.monotonic(), 0.0)
+        scenario = replace(Scenario(use_states=False, chosen=True), **{name: value}, **given)
+        (one,) = explore(p, [job], scenario, replace(budget, seconds=left), seed)
+        if not one.bad and not one.complete:
+            return None
+        if not one.bad:
+            continue
+        if spans and spans[-1][1] == value:
+            spans[-1][1] = below
+        else:
+            spans.append([value, below])
+    return spans
+
+
+def safe_from(spans: Spans | None) -> int | None:
+    """The smallest size from which on all are safe."""
+    if spans is None or (spans and spans[-1][1] < 0):
+        return None
+    return spans[-1][1] if spans else 0
+
+
+def _turning_points(p: Program, job: int, *, single: bool) -> list[int] | None:
+    """0, and the sizes at which more fits: of one message, or of some in a row on a channel.
+
+    None: there are more than :data:`_MOST_SIZES`, a message is of unknown size, or host threads
+    may fill a channel in more than one order.
+    """
+    if p.events_of(job)["lane"].n_unique() > 1:
+        return None
+    sends = p.events_of(job).filter(
+        pl.Series(p.kernel["role"][p.job_event[job] : p.job_event[job + 1]] == ROLE["send"])
+    )
+    if sends["bytes"].null_count():
+        return None
+    if single:
+        found = set(sends["bytes"].to_list())
+    else:
+        found = set()
+        channels = sends.sort("seq").group_by("comm", "rank", "peer", "tag", maintain_order=True)
+        for row in channels.agg(pl.col("bytes").clip(1))["bytes"].to_list():
+            sums = np.cumsum([0, *row])
+            for first in range(len(row)):
+                found.update((sums[first + 1 :] - sums[first]).tolist())
+                if len(found) > _MOST_SIZES:
+                    return None
+    values = sorted({0, *found})
+    return values if len(values) <= _MOST_SIZES else None
 
 
 def full_channels(p: Program, fix: Fixpoint, job: int) -> list[list[int]]:

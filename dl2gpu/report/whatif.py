@@ -113,6 +113,10 @@ def _safe_lines(job: str, result: Result) -> Iterator[str]:
     for s in result.safe:
         if s["job"] != job:
             continue
+        room, eager = s["channel_unsafe"], s["eager_unsafe"]
+        if any(spans is None or len(spans) != 1 or spans[0][0] for spans in (room, eager)):
+            yield from _spans_lines(room, eager)
+            continue
         if s["channel_bytes"] is None:
             yield "No buffer prevents it."
             continue
@@ -123,6 +127,24 @@ def _safe_lines(job: str, result: Result) -> Iterator[str]:
             if s["eager_bytes"] is not None
             else f"Deadlocks when fewer than {bytes_text(s['channel_bytes'])} are buffered{where}."
         )
+
+
+def _spans_lines(room: list[list[int]] | None, eager: list[list[int]] | None) -> Iterator[str]:
+    """Of a job whose wildcards may take other messages where more is buffered."""
+    for what, spans in (("a channel that buffers", room), ("an eager threshold of", eager)):
+        if spans is None:
+            continue
+        if not spans:
+            yield f"No deadlock with {what} any size."
+            continue
+        said = [
+            f"fewer than {bytes_text(below)}" if not first and below > 0
+            else "any size" if not first
+            else f"{bytes_text(first)} or more" if below < 0
+            else f"{bytes_text(first)} to below {bytes_text(below)}"
+            for first, below in spans
+        ]  # fmt: skip
+        yield f"Deadlocks with {what} {', or '.join(said)}."
 
 
 def to_json(result: Result) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from analysis.handmade import made, op, recv, send, wait
+from analysis.test_whatif import sized, taken
 from engine.test_gpu_kernel import elsewhere
 from naive import Choices
 from naive_explore import Pool, completed, confirms, ends
@@ -17,6 +18,8 @@ from dl2gpu.analysis.explore import Budget, Explored, explore, wilson
 from dl2gpu.analysis.matching import match
 from dl2gpu.analysis.replay import Program, build, run
 from dl2gpu.analysis.scenario import Scenario
+from dl2gpu.analysis.scenarios import smallest_safe_buffer
+from dl2gpu.analysis.whatif import safe_sizes, unsafe_spans
 from dl2gpu.analysis.witness import Schedule, schedule
 from dl2gpu.engine.cores import limited
 from dl2gpu.engine.cpu import PLANS
@@ -265,3 +268,57 @@ def test_many_jobs_at_once() -> None:
             alone.schedules, alone.probability, alone.complete,
         )  # fmt: skip
         assert np.array_equal([b.completed for b in mine.bad], [b.completed for b in alone.bad])
+
+
+# --------------------------------------------------------------------------------------------------
+# Sizes of buffers
+
+
+def inside(spans: list[list[int]], size: int) -> bool:
+    return any(first <= size and (below < 0 or size < below) for first, below in spans)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sizes_that_deadlock_are_those_of_every_interleaving(seed: int) -> None:
+    """Also sizes between those that were explored. Messages have 4 or 8 bytes."""
+    trace = small(seed)
+    p = build(match(trace))
+    total = int(trace.events.filter(op=OP["send"])["bytes"].sum())
+    for name in ("eager_bytes", "buffer_bytes"):
+        spans = unsafe_spans(p, 0, name, Budget(256))
+        assert spans is not None
+        for size in (s for s in range(total + 6) if s % 4 != 2):
+            choices = Choices(use_states=False, **{name: size})  # type: ignore[arg-type]
+            assert inside(spans, size) == bool(by_brute_force(trace, choices)), (name, size, spans)
+
+
+def test_a_larger_buffer_may_be_worse() -> None:
+    """What comes sooner is taken by a wildcard that was meant for another."""
+    ranks = [
+        [sized(3, 2), taken(3, 2), sized(1, 8), sized(2, 4)],
+        [sized(2, 4), taken(0, 8)],
+        [taken("any", 4), taken(0, 4)],
+        [sized(0, 2), taken(0, 2)],
+    ]
+    (safe,) = safe_sizes(build(match(made(*ranks))), np.array([0], np.int32))
+    assert (safe["eager_bytes"], safe["channel_bytes"]) == (None, None)
+    assert safe["eager_unsafe"] == safe["channel_unsafe"] == [[0, 2], [4, -1]]
+    ranks[2] = [taken("any", 4), taken("any", 4)]
+    (safe,) = safe_sizes(build(match(made(*ranks))), np.array([0], np.int32))
+    assert safe["eager_unsafe"] == [[0, 2]]
+    assert (safe["eager_bytes"], safe["channel_bytes"]) == (2, 2)
+
+
+def test_no_size_is_claimed_where_the_choices_are_too_many() -> None:
+    n = 6
+    ranks = [[taken("any", 1) for _ in range(3 * n)]] + [[sized(0, 1)] * n for _ in range(3)]
+    p = build(match(made(*ranks)))
+    assert unsafe_spans(p, 0, "eager_bytes", Budget(8)) is None
+    assert smallest_safe_buffer(p, 0, early_release=False) is None
+
+
+def test_a_scan_claims_a_size_of_a_job_with_wildcards_that_was_explored() -> None:
+    """Both send first; the wildcard decides nothing."""
+    trace = made([sized(1, 30), taken("any", 20)], [sized(0, 20), taken("any", 30)])
+    p = build(match(trace))
+    assert smallest_safe_buffer(p, 0, early_release=False) == 20

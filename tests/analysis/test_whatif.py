@@ -31,7 +31,7 @@ def sized(peer: int, n: int, **keys: Any) -> dict[str, Any]:
     return send(peer, count=n, dtype="i8", **keys)
 
 
-def taken(peer: int, n: int) -> dict[str, Any]:
+def taken(peer: int | str, n: int) -> dict[str, Any]:
     return recv(peer, count=n, dtype="i8")
 
 
@@ -55,7 +55,14 @@ def test_a_table_of_buffers() -> None:
     assert found.rows["exact"].all()
     assert found.rows["witness"].to_list() == [0, 1, None, None]
     assert found.safe.to_dicts() == [
-        {"job": 0, "eager_bytes": 20, "channel_bytes": 20, "channels": [[0, 1], [1, 0]]}
+        {
+            "job": 0,
+            "eager_bytes": 20,
+            "channel_bytes": 20,
+            "eager_unsafe": [[0, 20]],
+            "channel_unsafe": [[0, 20]],
+            "channels": [[0, 1], [1, 0]],
+        }
     ]
 
 
