@@ -304,7 +304,9 @@ def whatif(
     ] = "0",
     fusion: Annotated[
         str,
-        typer.Option(metavar="LIST", help="Gradients fused: 1,2,4 at a time, or 64MiB@5ms."),
+        typer.Option(
+            metavar="LIST", help="Gradients fused: 1,2,4 at a time, 64MiB@5ms, or coordinated."
+        ),
     ] = "1",
     orders: Annotated[
         str,

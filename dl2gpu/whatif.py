@@ -13,7 +13,7 @@ import polars as pl
 from dl2gpu.analysis.explore import Budget
 from dl2gpu.analysis.rewrite import ORDERS, Fusion
 from dl2gpu.analysis.scenario import Scenario
-from dl2gpu.analysis.whatif import MATCHES, Axes, Witness, program_of, whatif
+from dl2gpu.analysis.whatif import COORDINATED, MATCHES, Axes, Witness, program_of, whatif
 from dl2gpu.analysis.witness import Schedule, schedule
 from dl2gpu.engine.choose import choose, engine_of
 from dl2gpu.report.whatif import Result, rows_schema
@@ -49,16 +49,22 @@ def size_of(text: str) -> int:
 def fusion_of(text: str) -> Fusion:
     """``4``: so many at a time; ``64MiB@5ms``: a buffer of so many bytes, sent off each cycle.
 
+    ``coordinated``: those that all ranks have announced, in one order for all.
+
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of them.
     """
     text = text.strip()
+    if text == COORDINATED:
+        return Fusion(coordinated=True)
     if text.isdigit() and int(text) > 0:
         return Fusion() if int(text) == 1 else Fusion(count=int(text))
     size, _, cycle = text.partition("@")
     m = re.fullmatch(r"(\d{1,9})(us|ms|s)", cycle) if cycle else None
     if size.isdigit() or (cycle and not m):
-        raise ValueError(f"fusion: expected one like 1, 4, 64MiB or 64MiB@5ms, found {text!r}")
+        raise ValueError(
+            f"fusion: expected one like 1, 4, 64MiB, 64MiB@5ms or {COORDINATED}, found {text!r}"
+        )
     return Fusion(bytes=size_of(size), cycle_ns=int(m[1]) * _TIME[m[2]] if m else 0)
 
 

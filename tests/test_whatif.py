@@ -69,6 +69,7 @@ def test_values_of_options() -> None:
     assert [size_of(s) for s in ("0", "4KiB", "1 MiB", "inf")] == [0, 4096, 1 << 20, (1 << 63) - 1]
     assert fusion_of("1") == Fusion()
     assert fusion_of("8") == Fusion(count=8)
+    assert fusion_of(" coordinated ") == Fusion(coordinated=True)
     assert fusion_of("64MiB@5ms") == Fusion(bytes=64 << 20, cycle_ns=5_000_000)
     for wrong in ("4 parsecs", "-1", "", "1e9"):
         with pytest.raises(ValueError, match="expected"):

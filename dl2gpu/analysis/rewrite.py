@@ -14,7 +14,8 @@ from typing import Final
 import numpy as np
 import polars as pl
 
-from dl2gpu.engine.arrays import Array
+from dl2gpu.analysis.rewrite_kernel import fill
+from dl2gpu.engine.arrays import Array, plain
 from dl2gpu.trace.schema import ANY, COMMS, EVENTS, JOBS, OP, RANKS, STATUS, Trace
 
 __all__ = ["ORDERS", "Fusion", "Variant", "copies", "free_matches", "variant"]
@@ -34,12 +35,14 @@ _GRADIENTS: Final = (OP["all_reduce"], OP["reduce_scatter"])
 class Fusion:
     """How gradient operations are fused: ``count`` at a time, or up to ``bytes`` each ``cycle_ns``.
 
-    Both 0: none.
+    All 0: none. ``coordinated``: a coordinator lets those begin that all ranks have announced, in
+    one order for all of them, as Horovod's does; what goes into one buffer then decides nothing.
     """
 
     count: int = 0
     bytes: int = 0
     cycle_ns: int = 0
+    coordinated: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,9 @@ def variant(
 
     Gradient operations are all_reduce and reduce_scatter that do not hold their host, of one
     communicator, stream and data type, one right behind the other. The last of those fused stands
-    for all; waits for any of them wait for it.
+    for all; waits for any of them wait for it. Where they are coordinated each stays by itself and
+    is known by name, that is by the operation that it took part in: it is on no device queue until
+    every rank has announced it, and nothing but a wait for it waits.
 
     Raises:
         ValueError: the order is unknown.
@@ -148,14 +153,14 @@ def variant(
         + e["_number"].to_numpy().astype(np.int64)
     )  # fmt: skip
     e = e.with_columns(_draw=pl.Series(draw / (1 << 40))).drop("_sample", "_number")
-    held = pl.DataFrame(
-        schema={c: EVENTS[c] for c in ("job", "rank", "lane", "seq")} | {"content": pl.Int64()}
-    )
+    held = pl.DataFrame(schema=_HELD)
     if order == "threads":
         e = _interleaved(e)
-    if order in ("random", "swapped") or fusion != Fusion():
+    if fusion.coordinated:
+        e, held = _coordinated(e, order)
+    elif order in ("random", "swapped") or fusion != Fusion():
         e, held = _fused(e, fusion, order)
-        e = e.with_columns(ordinal=pl.lit(None, pl.Int64))
+        e = e.with_columns(ordinal=pl.lit(None, EVENTS["ordinal"]))
     return Variant(replace(base, events=e.select(EVENTS.keys())), held)
 
 
@@ -185,16 +190,18 @@ def _runs(e: pl.DataFrame) -> pl.DataFrame:
     return e.with_columns(_run=pl.when("_gradient").then((~follows).cum_sum())).drop("_gradient")
 
 
-def _fused(e: pl.DataFrame, fusion: Fusion, order: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Gradient operations in their order, fused; and what each of them holds."""
-    e = _runs(e)
+_HELD: Final = {c: EVENTS[c] for c in ("job", "rank", "lane", "seq")} | {"content": pl.Int64()}
+
+
+def _ordered(e: pl.DataFrame, order: str) -> pl.DataFrame:
+    """The gradient operations of :func:`_runs` in the order in which they get ready.
+
+    With ``_slot``, the place in the run, ``_time``, when what was there recorded began, and
+    ``_mark``, a number for the gradient.
+    """
     slots = e.filter(pl.col("_run").is_not_null()).with_columns(
         _slot=pl.int_range(pl.len()).over("_run"), _length=pl.len().over("_run")
     )
-    if slots.is_empty():
-        return e, pl.DataFrame(
-            schema={c: EVENTS[c] for c in ("job", "rank", "lane", "seq")} | {"content": pl.Int64()}
-        )
     ready = pl.col("_slot").cast(pl.Float64)
     if order == "random":
         ready = pl.col("_draw")
@@ -205,32 +212,62 @@ def _fused(e: pl.DataFrame, fusion: Fusion, order: str) -> tuple[pl.DataFrame, p
     slots = slots.with_columns(_ready=ready).sort("_run", "_ready", "_slot")
     # the k-th to get ready takes the k-th place
     place = e.filter(pl.col("_run").is_not_null()).sort("_run", "seq")
-    slots = slots.with_columns(
+    return slots.with_columns(
         place["seq"].alias("seq"),
         _slot=pl.int_range(pl.len()).over("_run"),
         _time=place["t_created"],
+        _mark=pl.Series(_hash(slots["_content"].to_numpy())),
     )
-    size = pl.col("bytes").fill_null(0)
+
+
+def _coordinated(e: pl.DataFrame, order: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Gradient operations in their order, each known by name; and what each of them holds.
+
+    A name is the operation that they took part in, which the collectives of their communicators are
+    numbered by.
+    """
+    e = _runs(e)
+    slots = _ordered(e, order).with_columns(
+        stream=pl.lit(None, EVENTS["stream"]), blocking=pl.lit(value=False)
+    )
+    columns = [*EVENTS, "_content"]
+    rest = e.filter(pl.col("_run").is_null())
+    both = pl.concat([rest.select(columns), slots.select(columns)])
+    named = both.join(slots.select("comm").unique(), on="comm", how="semi").filter(
+        pl.col("op") >= OP["all_reduce"]
+    )
+    number = pl.col("_content").rank("dense").over("comm").cast(pl.Int64)
+    at = ["job", "rank", "lane", "seq"]
+    numbers = named.select(*at, _name=number)
+    both = both.join(numbers, on=at, how="left").with_columns(ordinal="_name").drop("_name")
+    return both, slots.select("job", "rank", "lane", "seq", content="_mark")
+
+
+def _fused(e: pl.DataFrame, fusion: Fusion, order: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Gradient operations in their order, fused; and what each of them holds."""
+    e = _runs(e)
+    slots = _ordered(e, order)
+    if slots.is_empty():
+        return e, pl.DataFrame(schema=_HELD)
     if fusion.count:
-        bucket = pl.col("_slot") // fusion.count
+        bucket = (slots["_slot"] // fusion.count).to_numpy()
     elif fusion.bytes or fusion.cycle_ns:
-        begun = pl.lit(0)
-        if fusion.bytes:
-            begun = (size.cum_sum().over("_run") - 1).clip(0) // fusion.bytes
-        cycle = pl.lit(0)
+        cycle = np.zeros(slots.height, np.int64)
         if fusion.cycle_ns:
             # without recorded times one gets ready each millisecond, as far as luck has it
             time = pl.coalesce("_time", pl.col("_slot").cast(pl.Int64) * 1_000_000)
             late = (1 - pl.col("_draw")) * fusion.cycle_ns
             offset = late.first().over("_run").cast(pl.Int64)
-            cycle = (time - time.min().over("_run") + offset) // fusion.cycle_ns
-        bucket = begun * 1_000_000 + cycle
+            began = time - time.min().over("_run") + offset
+            cycle = slots.select(began // fusion.cycle_ns).to_series().to_numpy()
+        bucket = np.empty(slots.height, np.int64)
+        size = slots["bytes"].fill_null(0).to_numpy()
+        run = slots["_run"].to_numpy().astype(np.int64)
+        fill(run, plain(cycle), plain(size), fusion.bytes, bucket)
     else:
-        bucket = pl.col("_slot")
-    slots = slots.with_columns(_bucket=bucket)
+        bucket = slots["_slot"].to_numpy()
+    slots = slots.with_columns(_bucket=pl.Series(bucket))
     key = ["_run", "_bucket"]
-    marks = _hash(slots["_content"].to_numpy())
-    slots = slots.with_columns(_mark=pl.Series(marks))
     totals = slots.group_by(key).agg(
         pl.col("seq").max(),
         _count=pl.when(pl.col("count").null_count() == 0).then(pl.col("count").sum()),

@@ -266,8 +266,14 @@ SAFE: Final[dict[str, pl.DataType]] = {
 }
 
 
+COORDINATED: Final = "coordinated"
+"""Name of the fusion that a coordinator decides on."""
+
+
 def fusion_text(f: Fusion) -> str:
-    """As the command line takes it: 1, 4, 64MiB@5ms."""
+    """As the command line takes it: 1, 4, 64MiB@5ms, coordinated."""
+    if f.coordinated:
+        return COORDINATED
     if f.count or f == Fusion():
         return str(f.count or 1)
     size = f"{f.bytes}" if f.bytes else ""
@@ -543,7 +549,8 @@ def unsafe_spans(
     spans: Spans = []
     for value, below in zip(values, [*values[1:], -1], strict=True):
         left = None if until is None else max(until - time.monotonic(), 0.0)
-        scenario = replace(Scenario(use_states=False, chosen=True), **{name: value}, **given)
+        given[name] = value
+        scenario = replace(Scenario(use_states=False, chosen=True), **given)
         (one,) = explore(p, [job], scenario, replace(budget, seconds=left), seed)
         if not one.bad and not one.complete:
             return None

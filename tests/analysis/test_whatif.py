@@ -147,6 +147,82 @@ def test_fused_operations_hold_what_went_in() -> None:
     assert 2 <= by_time.filter((pl.col("rank") == 0) & (pl.col("op") != 5)).height <= 4
 
 
+def test_a_buffer_takes_no_more_than_it_holds() -> None:
+    """Of 16, 12, 12, 8 and 36 bytes: what does not fit any more goes into the next one."""
+    trace = made(*([*(gradient(k, n) for k, n in enumerate((4, 3, 3, 2, 9)))] for _ in range(2)))
+    node = match(trace).events["node"].to_numpy()
+    fused = variant(trace, Fusion(bytes=20), "recorded", node=node).trace.events
+    assert fused.filter(pl.col("rank") == 1).sort("seq")["bytes"].to_list() == [16, 12, 20, 36]
+
+
+COORDINATED = Fusion(coordinated=True)
+
+
+def test_a_coordinator_puts_orders_right() -> None:
+    """Other orders on each rank, other sizes: a mismatch where nobody coordinates."""
+    trace = made(*([*(gradient(k, 2**k) for k in range(5)), wait()] for _ in range(3)))
+    axes = Axes(fusion=(Fusion(), COORDINATED), orders=("random", "swapped"), samples=50)
+    rows = whatif(trace, axes, sizes=False).rows
+    alone = rows.filter(pl.col("fusion") == "1")
+    assert alone["probability"].min() > 0.5  # type: ignore[operator]
+    together = rows.filter(pl.col("fusion") == "coordinated")
+    assert together["schedules"].to_list() == [50, 50]
+    assert together.select("probability", "mismatch").sum().row(0) == (0.0, 0.0)
+
+
+def test_what_a_rank_never_announces_stalls_who_waits_for_it() -> None:
+    ranks = [[*(gradient(k, 4) for k in range(4)), wait(*waited)]
+             for waited in ((0, 1, 2), (0, 1, 2))]  # fmt: skip
+    del ranks[1][3]
+    axes = Axes(fusion=(COORDINATED,), orders=("recorded", "random"), samples=20)
+    assert whatif(made(*ranks), axes, sizes=False).rows["probability"][0] == 0.0
+    ranks[0][-1] = wait()
+    rows = whatif(made(*ranks), axes, sizes=False)
+    assert rows.rows["probability"][0] == 1.0
+    _, w = rows.witnesses[0]
+    p = program_of(made(*ranks), w)
+    stuck = p.matching.events.filter(~pl.Series(run(p, w.scenario).completed))
+    # the one that rank 1 never announces, and who waits for it
+    assert sorted(stuck.select("rank", "seq").rows()) == [(0, 3), (0, 4)]
+
+
+def coordinated_by_hand(ranks: list[list[tuple[str, int]]]) -> bool:
+    """Does everyone get through? ("announce", k) is of the k-th of its rank; ("wait", k)."""
+    at = [0] * len(ranks)
+    announced: list[set[int]] = [set() for _ in ranks]
+    moved = True
+    while moved:
+        moved = False
+        for r, ops in enumerate(ranks):
+            while at[r] < len(ops):
+                what, k = ops[at[r]]
+                if what == "announce":
+                    announced[r].add(k)
+                elif not all(k in a for a in announced):
+                    break
+                at[r] += 1
+                moved = True
+    return all(a == len(ops) for a, ops in zip(at, ranks, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_coordination_is_that_of_a_loop_over_announcements(seed: int) -> None:
+    rng = random.Random(seed)
+    plain: list[list[tuple[str, int]]] = []
+    for _ in range(3):
+        ops: list[tuple[str, int]] = []
+        for k in range(rng.choice([4, 4, 4, 3])):
+            ops.append(("announce", k))
+            while rng.random() < 0.4:
+                ops.append(("wait", rng.randint(0, k)))
+        plain.append(ops)
+    ranks = [
+        [gradient(k, 4) if what == "announce" else wait(k) for what, k in ops] for ops in plain
+    ]
+    found = row(made(*ranks), fusion=COORDINATED)
+    assert found["probability"] == (0.0 if coordinated_by_hand(plain) else 1.0)
+
+
 def test_a_sample_is_the_same_whatever_is_beside_it() -> None:
     job = made(*([*(gradient(k, k + 1) for k in range(6)), wait()] for _ in range(2)))
     other = made(*([*(gradient(k, k + 1) for k in range(3)), wait()] for _ in range(2)))
