@@ -105,6 +105,7 @@ VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "tag": (0, 1, 2, "any", 2**62),
     "recv_tag": (0, 1, "any"),
     "matched_tag": (0, 1, -1),
+    "returned": ([], [1], [2**62, -1], [1, 1]),
     "send_mode": ("standard", "synchronous", "buffered", "ready"),
     "reduce_op": ("sum", "max", None),
     "dtype": ("f32", "bf16", "unheard of", None),

@@ -79,7 +79,8 @@ _KEEP: Final = (
     "job", "rank", "lane", "seq", "op", "stream", "blocking", "request", "requests", "mode",
     "comm", "new_comm", "split", "ordinal", "peer", "tag", "recv_peer", "recv_tag", "send_mode",
     "root", "reduce_op", "count", "count_out", "dtype", "bytes", "splits", "group", "state",
-    "t_created", "t_started", "t_completed", "matched_peer", "matched_tag", "stack", "flags",
+    "t_created", "t_started", "t_completed", "matched_peer", "matched_tag",
+    "returned", "stack", "flags",
 )  # fmt: skip
 
 

@@ -121,6 +121,7 @@ _KEYS: Final[dict[str, pl.DataType]] = {
     "recv_tag": _S, "send_mode": _S, "root": _I, "reduce_op": _S, "count": _I, "count_out": _I,
     "dtype": _S, "bytes": _I, "splits": _INTS, "group": _I, "ordinal": _I, "state": _S,
     "t_created": _I, "t_started": _I, "t_completed": _I, "matched_peer": _I, "matched_tag": _I,
+    "returned": _INTS,
     "new_comm": _S, "split": _B, "stack": _S, "flags": _I,
 }  # fmt: skip
 """Keys of an operation line, and what they are parsed as. Keys of mixed type (``peer`` is a number
@@ -339,6 +340,8 @@ def encode(
             series = _requests(series)
         elif key == "splits":
             series = _splits(series)
+        elif key == "returned":
+            series = _numbers(series)
         elif key == "stack":
             series = _stacks(series, text, names.stacks)
         elif key in ("lane", "root", "matched_peer"):
@@ -453,12 +456,22 @@ def _requests(texts: pl.Series) -> pl.Series:
     return frame.join(both, on="row", how="left", maintain_order="left")["list"].alias(texts.name)
 
 
-def _splits(lists: pl.Series) -> pl.Series:
+def _flat(lists: pl.Series) -> pl.Series:
     some = lists.drop_nulls()
-    flat = some.filter(some.list.len() > 0).explode(empty_as_null=False)
+    return some.filter(some.list.len() > 0).explode(empty_as_null=False)
+
+
+def _splits(lists: pl.Series) -> pl.Series:
+    flat = _flat(lists)
     if flat.null_count() or (
         len(flat) and not (flat.min() >= 0 and flat.max() <= _BIG)  # type: ignore[operator]
     ):
+        raise RefusedError
+    return lists
+
+
+def _numbers(lists: pl.Series) -> pl.Series:
+    if _flat(lists).null_count():
         raise RefusedError
     return lists
 

@@ -137,6 +137,7 @@ class Op(Struct, omit_defaults=True):
     t_completed: Int64 | None = None
     matched_peer: Int32 | None = None
     matched_tag: Int64 | None = None
+    returned: list[Int64] | None = None
     new_comm: Text | None = None
     split: bool | None = None
     stack: list[str] | None = None

@@ -250,6 +250,7 @@ def _operation(trace: Trace) -> pl.Expr:
         _code("state", {c: n for n, c in STATE.items()}, pl.col("state") != 0),
         _number("t_created"), _number("t_started"), _number("t_completed"),
         _number("matched_peer"), _number("matched_tag"),
+        _list("returned", pl.lit("[]")),
         _code("stack", dict(enumerate(frames))),
         _number(
             "flags",

@@ -255,6 +255,7 @@ EVENTS: Final[dict[str, pl.DataType]] = {
     "t_completed": pl.Int64(),
     "matched_peer": pl.Int32(),  # wildcard receive: whom it did match
     "matched_tag": pl.Int64(),
+    "returned": pl.List(pl.Int64()),  # wait for any or some: those it was told of
     "stack": pl.Int32(),  # row of the stacks table
     "flags": pl.UInt32(),  # FLAG bits
 }

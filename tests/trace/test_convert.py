@@ -156,6 +156,7 @@ def _event(
             "state": st.sampled_from(list(STATE.values())), "t_created": maybe(_INT),
             "t_started": maybe(_INT), "t_completed": maybe(_INT), "matched_peer": maybe(_SMALL),
             "matched_tag": maybe(_INT),
+            "returned": maybe(st.lists(_INT, max_size=2)),
             "stack": maybe(st.integers(0, len(stacks) - 1)) if stacks else st.none(),
             "flags": st.integers(0, 2**32 - 1),
         }

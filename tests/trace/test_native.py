@@ -117,14 +117,16 @@ def test_every_key_of_an_operation() -> None:
         3, "sendrecv", lane=2, stream=None, blocking=False, request=7, peer=1, tag=5,
         recv_peer="any", recv_tag="any", send_mode="synchronous", count=6, count_out=8,
         dtype="bf16", bytes=12, group=4, state="started", t_created=10, t_started=20,
-        t_completed=30, matched_peer=3, matched_tag=9, stack=["f a.py:1", "g b.py:2"],
+        t_completed=30, matched_peer=3, matched_tag=9, returned=[4, -2],
+        stack=["f a.py:1", "g b.py:2"],
     )  # fmt: skip
     assert row(full) == dict.fromkeys(EVENTS) | {
         "job": 0, "rank": 0, "lane": 2, "seq": 3, "op": "sendrecv", "blocking": False,
         "request": 7, "comm": "dp", "peer": 1, "tag": 5, "recv_peer": ANY, "recv_tag": ANY,
         "send_mode": SEND_MODE["synchronous"], "count": 6, "count_out": 8, "dtype": "bf16",
         "bytes": 12, "group": 4, "state": STATE["started"], "t_created": 10, "t_started": 20,
-        "t_completed": 30, "matched_peer": 3, "matched_tag": 9, "stack": ["f a.py:1", "g b.py:2"],
+        "t_completed": 30, "matched_peer": 3, "matched_tag": 9, "returned": [4, -2],
+        "stack": ["f a.py:1", "g b.py:2"],
         "flags": 0,
     }  # fmt: skip
 
@@ -433,6 +435,8 @@ WAIT = '{"kind":"op","seq":1,"op":"wait",'
         (WAIT + '"mode":"none"}', "line 4: key mode"),
         (BARRIER + ',"splits":[1,-2]}', "line 4: key splits"),
         (BARRIER + ',"splits":[1,null]}', "key splits"),
+        (BARRIER + ',"returned":[1,null]}', "key returned"),
+        (BARRIER + ',"returned":7}', "key returned"),
         (BARRIER + ',"stack":"f"}', "line 4: key stack"),
         (BARRIER + ',"stack":[1]}', "line 4: key stack"),
         ('{"kind":"op","seq":1,"seq":2,"op":"barrier","comm":"dp"}', "column 22: key 'seq'"),
@@ -618,6 +622,7 @@ _GOOD: dict[str, st.SearchStrategy[Any]] = {
     "t_completed": st.integers(0, 9),
     "matched_peer": st.integers(0, 9),
     "matched_tag": st.integers(-9, 9),
+    "returned": st.lists(st.integers(-9, 9), max_size=3),
     "new_comm": st.sampled_from(["n", "dp"]),
     "split": st.booleans(),
     "stack": st.lists(st.sampled_from(["f a:1", 'g "x": 2', "C:\\a", "é", ""]), max_size=3),
