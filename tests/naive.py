@@ -402,11 +402,59 @@ class _Program:
         """Rule 6. A host that goes on behind its wait (it only asks) waits for nothing."""
         if event["stream"] is None and not event["blocking"]:
             return True
-        done = [self.facts[target].completed for target in self._waits_for(key, event)]
-        if event["requests"] and event["mode"] in (MODE["any"], MODE["some"]):
+        if self._chooses(event):
             # Requests that nobody has are left out; with none left there is nothing to wait for.
-            return any(done) or not done
-        return all(done)
+            active = self._active(key)
+            done = sum(self.facts[target].completed for target in active)
+            return done >= self._needs(key, active)
+        return all(self.facts[target].completed for target in self._waits_for(key, event))
+
+    @staticmethod
+    def _chooses(event: Event) -> bool:
+        return bool(event["requests"]) and event["mode"] in (MODE["any"], MODE["some"])
+
+    def _gives_back(self, event: Event) -> bool:
+        """A wait of an MPI host that stays: what it returns, it returns for good."""
+        return bool(
+            self.backend == "mpi"
+            and event["op"] == OP["wait"]
+            and event["stream"] is None
+            and event["blocking"]
+        )
+
+    def _active(self, key: Key) -> frozenset[Key]:
+        """Requests of a wait for any or some that count: returned, or not given back before."""
+        event = self.events[key]
+        own = set(self._waits_for(key, event))
+        if event.get("returned") is not None:
+            return frozenset(t for t in own if self.events[t]["request"] in event["returned"])
+        if not self._gives_back(event):
+            return frozenset(own)
+        for earlier in self.lanes[key[:2]]:
+            other = self.events[earlier]
+            if not (earlier < key and self._gives_back(other)):
+                continue
+            if not self._chooses(other):
+                own -= set(self._waits_for(earlier, other))
+            elif other.get("returned") is not None:
+                own -= self._active(earlier)
+        return frozenset(own)
+
+    def _needs(self, key: Key, active: frozenset[Key]) -> int:
+        """How many must be complete: one more than earlier waits took of them for sure."""
+        event = self.events[key]
+        if event.get("returned") is not None:
+            return len(active)
+        if not self._gives_back(event):
+            return min(1, len(active))
+        taken = 0
+        for earlier in self.lanes[key[:2]]:
+            other = self.events[earlier]
+            open_ = self._chooses(other) and other.get("returned") is None
+            if earlier < key and self._gives_back(other) and open_:
+                part = self._active(earlier)
+                taken += bool(part) and part <= active
+        return min(1 + taken, len(active))
 
     def _waits_for(self, key: Key, event: Event) -> Iterator[Key]:
         earlier = [other for other in self.lanes[key[:2]] if other < key]

@@ -15,6 +15,7 @@ import polars as pl
 from dl2gpu.analysis import replay_kernel
 from dl2gpu.analysis.launch import batch_of, launch
 from dl2gpu.analysis.matching import Matching
+from dl2gpu.analysis.returns import returned
 from dl2gpu.analysis.scenario import Scenario
 from dl2gpu.analysis.tables import NCCL_LIKE, ROLE
 from dl2gpu.analysis.waits import no_pairs, wait_pairs
@@ -113,12 +114,16 @@ def build(m: Matching) -> Program:
         # a host that goes on behind its wait waits for nothing
         idle = (stream[rows] < 0) & ~blocking
         waits = wait_pairs(m, rows, everything | idle, stream)
+        any_mode = (codes(e["mode"].gather(rows), null=0) != MODE["all"]) & ~everything
+        needs = None
+        if any_mode.any():
+            waits, needs = returned(m, waits, rows, everything, blocking)
         target, wait = waits["target"].to_numpy(), waits["wait"].to_numpy().astype(np.int32)
         dep_start, dep_item = replay_kernel.bucket(target.astype(np.int64), n)
         dep_wait = wait[dep_item]
         wait_left = np.bincount(wait, minlength=n).astype(np.int32)
-        any_mode = rows[codes(e["mode"].gather(rows), null=0) != MODE["all"]]
-        wait_left[any_mode] = np.minimum(wait_left[any_mode], 1)
+        if needs is not None:
+            wait_left[needs["wait"].to_numpy()] = needs["need"].to_numpy()
         wait_kind[rows] = 1
         wait_kind[rows[(stream[rows] < 0) & everything & blocking]] = 2
     else:
