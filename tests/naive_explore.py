@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Final
 
 from naive import Choices, Event, Key, _Program, _room_for
 
-from dl2gpu.trace.schema import ANY, OP, SEND_MODE, Trace
+from dl2gpu.trace.schema import ANY, MODE, OP, SEND_MODE, Trace
 
-State = tuple[frozenset[tuple[Key, str]], frozenset[tuple[Key, Key]], frozenset[Key]]
-"""Facts (event, what), matches (receive, send), and the sends that took room."""
+State = tuple[frozenset[tuple[Key, str]], frozenset[tuple[Key, Key]], frozenset[Any]]
+"""Facts (event, what), matches (receive, send), and the sends that took room; among these, of waits
+for any or some, (wait, request) of what they have returned."""
 
 MOST: Final = 400_000
 """States after which the program was too large."""
@@ -39,7 +41,7 @@ class Explorer(_Program):
     def __init__(self, trace: Trace, choices: Choices, pool: Pool | None, job: int = 0) -> None:
         self.pool = pool
         self.matches: dict[Key, Key] = {}
-        self.granted: set[Key] = set()
+        self.granted: set[Any] = set()
         super().__init__(trace, choices, job)
 
     # -- messages: those to a mailbox are matched by steps, all others as in :mod:`naive`
@@ -170,6 +172,36 @@ class Explorer(_Program):
         used = sum(_room_for(self.events[k]) for k in held)
         return used + _room_for(e) <= self.pool.room
 
+    # -- waits for any or some: what they return is a step
+
+    def _open(self, key: Key) -> bool:
+        e = self.events[key]
+        return self._gives_back(e) and self._chooses(e) and e.get("returned") is None
+
+    def _returned(self, key: Key) -> bool:
+        return any(isinstance(g[0], tuple) and g[0] == key for g in self.granted)
+
+    def _active(self, key: Key) -> frozenset[Key]:
+        given = {
+            g[1] for g in self.granted
+            if isinstance(g[0], tuple) and g[0][:2] == key[:2] and g[0] < key
+        }  # fmt: skip
+        return super()._active(key) - given
+
+    def _wait_satisfied(self, key: Key, event: Event) -> bool:
+        if self._open(key):
+            return self._returned(key) or not self._active(key)
+        return super()._wait_satisfied(key, event)
+
+    def returns(self, key: Key) -> list[frozenset[Key]]:
+        """What an open wait that stands may return now."""
+        fact = self.facts[key]
+        if not (self._open(key) and fact.issued) or fact.completed or self._returned(key):
+            return []
+        done = sorted(t for t in self._active(key) if self.facts[t].completed)
+        sizes = [1] if self.events[key]["mode"] == MODE["any"] else range(1, len(done) + 1)
+        return [frozenset(part) for n in sizes for part in combinations(done, n)]
+
     # -- states and steps
 
     def state(self) -> State:
@@ -207,6 +239,12 @@ class Explorer(_Program):
             for send in self.messages(receive)
         ]  # fmt: skip
         out += [(state[0], state[1] | {pair}, state[2]) for pair in takes]
+        for key, e in self.events.items():
+            if e["op"] == OP["wait"]:
+                out += [
+                    (state[0], state[1], state[2] | {(key, t) for t in part})
+                    for part in self.returns(key)
+                ]
         if self.pool is not None:
             some = [send for send in self.events if self.room_for(send)]
             out += [(state[0], state[1], state[2] | {send}) for send in some]

@@ -24,6 +24,7 @@ from dl2gpu.analysis.matching import match
 from dl2gpu.analysis.outcomes import outcomes
 from dl2gpu.analysis.replay import Fixpoint, Program, build
 from dl2gpu.analysis.scenario import Scenario
+from dl2gpu.analysis.scenarios import OTHER_RETURN
 from dl2gpu.analysis.settled import beginnings, without_beginning
 from dl2gpu.engine.arrays import Array, codes
 from dl2gpu.engine.base import Engine
@@ -106,7 +107,9 @@ def with_repairs(p: Program, strict: Fixpoint | None, findings: Sequence[Finding
     seen: Counter[int] = Counter()
     todo: list[int] = []
     for k, f in enumerate(findings):
-        if f.kind in KINDS and f.evidence == "proven" and seen[f.job] < _OF_A_JOB:
+        # what other returns of waits lead to is not seen in the job as it is replayed here
+        decided = f.condition != OTHER_RETURN
+        if decided and f.kind in KINDS and f.evidence == "proven" and seen[f.job] < _OF_A_JOB:
             seen[f.job] += 1
             todo.append(k)
     if strict is None or not todo:

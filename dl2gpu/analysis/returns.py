@@ -4,23 +4,26 @@ MPI gives each request back once: a wait for any that is called again and again 
 requests is through for the k-th time when k of them are complete, and what a wait for all has given
 back, nobody waits for any more. Where the record says what a wait returned, it waits for that.
 Where it does not, a wait needs one request more than the earlier ones must have taken of its own;
-of requests that some of them may have taken, it is left open which (:mod:`returns_explore`).
+of requests that some of them may have taken, it is left open which (:mod:`explore_returns`).
 
 Source: MPI 4.1, sections 3.7.3 and 3.7.5 (completion of nonblocking operations).
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import polars as pl
 
 from dl2gpu.analysis.matching import Matching
 from dl2gpu.analysis.tables import MPI
 from dl2gpu.engine.arrays import Array, codes
-from dl2gpu.trace.schema import MODE
+from dl2gpu.trace.schema import MODE, OP
 
-__all__ = ["returned"]
+if TYPE_CHECKING:
+    from dl2gpu.analysis.replay import Program
+
+__all__ = ["deciding", "returned"]
 
 _MOST_PAIRS: Final = 5_000_000
 """Pairs of lists with a common request that are compared."""
@@ -177,3 +180,44 @@ def _lists(active: pl.DataFrame, about: pl.DataFrame) -> tuple[pl.DataFrame, pl.
             .select("list", part="list_part")
         )
     return sets.select("wait", "list"), within
+
+
+def deciding(p: Program) -> pl.DataFrame:
+    """Waits for any or some, with their requests, of jobs in which it matters what they return.
+
+    That is where one shares a request with a later one of its lane, and may take one of others as
+    well; or, of several that are complete, more than one. Columns ``job, wait, target, r, lane,
+    rank, seq, some`` (mode "some").
+    """
+    e = p.matching.events
+    semantics = pl.Series(p.matching.prepared.jobs["semantics"])
+    schema = {c: e.schema[c] for c in ("job", "r", "lane", "rank", "seq")}
+    none = pl.DataFrame(
+        schema={"wait": pl.UInt32, "target": pl.UInt32, **schema, "some": pl.Boolean}
+    )
+    if not (codes(e["mode"], null=0, empty=True) > 0).any():
+        return none
+    open_ = e.filter(
+        (pl.col("op") == OP["wait"]) & (pl.col("mode").fill_null(0) != MODE["all"])
+        & (pl.col("requests").list.len() > 0) & pl.col("returned").is_null()
+        & pl.col("stream").is_null() & pl.col("blocking").fill_null(value=False)
+        & (semantics.gather(e["job"]) == MPI)
+    ).select(*schema, wait="i", some=pl.col("mode") == MODE["some"])  # fmt: skip
+    active = p.waits.join(open_, on="wait")
+    shared = active.group_by(*_LANE, "target").agg(n=pl.len().cast(pl.Int64))
+    if active.is_empty() or (shared["n"] ** 2).sum() > _MOST_PAIRS:
+        return none
+    size = active.group_by("wait").agg(size=pl.len())
+    free = (
+        active.join(
+            active.select(*_LANE, "target", later="wait"), on=[*_LANE, "target"]
+        )
+        .filter(pl.col("wait") < pl.col("later"))
+        .group_by("wait", "later")
+        .agg(common=pl.len(), some=pl.col("some").first())
+        .join(size, on="wait")
+        .filter((pl.col("common") < pl.col("size")) | (pl.col("some") & (pl.col("size") > 1)))
+        .select("later")
+    )  # fmt: skip
+    matters = active.join(free, left_on="wait", right_on="later", how="semi").select("job")
+    return active.join(matters, on="job", how="semi").select(none.columns)

@@ -87,7 +87,7 @@ def copies(trace: Trace, times: int) -> Trace:
 
 
 def free_matches(trace: Trace) -> Trace:
-    """The trace as if nobody knew what its wildcards have got.
+    """The trace as if nobody knew what its wildcards have got, and its waits returned.
 
     A receive right behind a probe of anybody takes what the probe has seen: it is from anybody too.
     """
@@ -108,6 +108,7 @@ def free_matches(trace: Trace) -> Trace:
             matched_peer=pl.when(~wild.fill_null(False)).then("matched_peer"),
             matched_tag=pl.when(~wild.fill_null(False)).then("matched_tag"),
             peer=pl.when(probed).then(pl.lit(ANY, pl.Int32)).otherwise("peer"),
+            returned=pl.lit(None, EVENTS["returned"]),
         )
         .select(EVENTS.keys())
     )

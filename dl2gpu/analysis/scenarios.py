@@ -28,8 +28,8 @@ from dl2gpu.analysis.waitfor import Graph, stands_at
 from dl2gpu.trace.schema import EXIT
 
 __all__ = [
-    "ONE_QUEUE", "OTHER_MATCH", "SHARED_QUEUE", "as_potential", "only_unbuffered", "plausible",
-    "smallest_safe_buffer", "still_stuck",
+    "ONE_QUEUE", "OTHER_MATCH", "OTHER_RETURN", "SHARED_QUEUE", "as_potential",
+    "only_unbuffered", "plausible", "smallest_safe_buffer", "still_stuck",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -162,6 +162,9 @@ SHARED_QUEUE: Final = (
 
 
 OTHER_MATCH: Final = "only if a wildcard receive takes another message that fits"
+
+
+OTHER_RETURN: Final = "only if a wait for any or some returns other requests that are complete"
 
 
 STRICTEST: Final = Scenario(one_stream=True, atomic_batch=True)

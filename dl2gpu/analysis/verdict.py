@@ -17,6 +17,7 @@ import polars as pl
 
 from dl2gpu.analysis import host_called, observed, scenarios
 from dl2gpu.analysis.explore import Budget, explore
+from dl2gpu.analysis.explore_returns import explore_returns, with_returns
 from dl2gpu.analysis.finding import Finding
 from dl2gpu.analysis.findings import findings_of, mismatch_at
 from dl2gpu.analysis.fingerprint import fingerprint
@@ -28,6 +29,7 @@ from dl2gpu.analysis.outcomes import outcomes
 from dl2gpu.analysis.ras import report_findings
 from dl2gpu.analysis.repair import with_repairs
 from dl2gpu.analysis.replay import Fixpoint, Program, Scenario, build, run
+from dl2gpu.analysis.returns import deciding
 from dl2gpu.analysis.roots import find_causes
 from dl2gpu.analysis.shares import over_shares
 from dl2gpu.analysis.waitfor import build_graph
@@ -35,7 +37,7 @@ from dl2gpu.analysis.windows import within_windows
 from dl2gpu.analysis.wording import advice_for, summary_of
 from dl2gpu.engine.base import Engine
 from dl2gpu.engine.choose import engine_of
-from dl2gpu.trace.schema import STATE, Trace
+from dl2gpu.trace.schema import STATE, Trace, one_job
 
 __all__ = ["Analysis", "Finding", "analyse"]
 
@@ -263,7 +265,7 @@ def _potentials(
             found += [scenarios.as_potential(f, condition) for f in made]
         out += pictured(names, found)
     out = [_with_overlap(p, f) for f in out]
-    return _by_matches(p, names, calm, out)
+    return _by_returns(p, calm, _by_matches(p, names, calm, out))
 
 
 _MATCHES: Final = 64
@@ -319,6 +321,46 @@ def _by_matches(p: Program, names: Names, calm: Array, found: list[Finding]) -> 
         out = [
             replace(f, probability=share, details=f.details | about) if f.job == one.job else f
             for f in out
+        ]
+    return out
+
+
+def _by_returns(p: Program, calm: Array, found: list[Finding]) -> list[Finding]:
+    """The findings with those that other returns of waits for any or some lead to.
+
+    Jobs that stop under another reading, and those with wildcards, are left alone.
+    """
+    open_ = deciding(p)["job"].unique().sort().to_numpy()
+    if not len(open_):
+        return found
+    e_job = p.matching.events["job"].to_numpy()
+    boxed = e_job[p.matching.events["box"].to_numpy() >= 0]
+    known = [f.job for f in found]
+    jobs = np.setdiff1d(np.intersect1d(open_, calm), np.concatenate([boxed, known]).astype(int))
+    prepared = p.matching.prepared
+    out = list(found)
+    for job in jobs.tolist():
+        alone = one_job(prepared.trace, job)
+        one, returns = explore_returns(alone, Scenario(), Budget(_MATCHES), engine=prepared.engine)
+        if not one.bad:
+            continue
+        about = {
+            "witness": {"returns": [list(wait) for wait in returns]},
+            "schedules": one.schedules if one.complete else one.sampled,
+            "every_schedule": one.complete,
+        }
+        there = build(match(with_returns(alone, [returns]), prepared.engine))
+        own = Names(there.matching)
+        graph = build_graph(there, run(there, Scenario(use_states=False)))
+        made = [
+            scenarios.as_potential(f, scenarios.OTHER_RETURN)
+            for cause in find_causes(graph)
+            for f in findings_of(there, own, graph, cause, "proven", {})
+        ]
+        share = one.probability if one.complete or one.probability else None
+        out += [
+            replace(f, job=job, probability=share, details=f.details | about)
+            for f in pictured(own, made)
         ]
     return out
 

@@ -21,16 +21,18 @@ import numpy as np
 import polars as pl
 
 from dl2gpu.analysis.explore import Budget, Explored, explore, wilson
+from dl2gpu.analysis.explore_returns import Returns, explore_returns, with_returns
 from dl2gpu.analysis.matching import match
 from dl2gpu.analysis.outcomes import outcomes
 from dl2gpu.analysis.replay import Fixpoint, Program, build, run
+from dl2gpu.analysis.returns import deciding
 from dl2gpu.analysis.rewrite import Fusion, free_matches, variant
 from dl2gpu.analysis.scenario import Scenario
 from dl2gpu.analysis.tables import ROLE
 from dl2gpu.engine.arrays import Array
 from dl2gpu.engine.base import Engine
 from dl2gpu.engine.cpu import CPU
-from dl2gpu.trace.schema import Trace
+from dl2gpu.trace.schema import Trace, one_job
 
 __all__ = ["Axes", "WhatIf", "Witness", "infeasible", "program_of", "safe_sizes", "whatif"]
 
@@ -70,7 +72,8 @@ class Axes:
 class Witness:
     """All that leads to one deadlock: which variant of the job, and which scenario.
 
-    ``sample`` and ``seed`` say which order; ``scenario.given`` which way each choice went.
+    ``sample`` and ``seed`` say which order; ``scenario.given`` which way each choice went;
+    ``returns`` what waits for any or some returned.
     """
 
     fusion: Fusion = field(default_factory=Fusion)
@@ -78,6 +81,7 @@ class Witness:
     matches: str = "recorded"
     sample: int = 0
     seed: int = 0
+    returns: Returns = ()
     scenario: Scenario = field(default_factory=lambda: Scenario(use_states=False))
 
     def plain(self) -> dict[str, Any]:
@@ -99,12 +103,17 @@ class Witness:
             fusion = Fusion(**known.pop("fusion", {}))
             given = dict(known.pop("scenario", {}))
             given["given"] = tuple(int(g) for g in given.get("given", ()))
+            returns = tuple(
+                (int(rank), int(lane), int(seq), tuple(int(r) for r in some))
+                for rank, lane, seq, some in known.pop("returns", ())
+            )
             return Witness(
                 fusion=fusion,
+                returns=returns,
                 scenario=replace(Scenario(use_states=False), **given),
                 **known,
             )
-        except (TypeError, AttributeError) as e:
+        except (TypeError, AttributeError, ValueError) as e:
             raise ValueError(
                 f"witness: expected what whatif writes, found {plain!r}: {e}"
             ) from None
@@ -138,7 +147,11 @@ class WhatIf:
 
 def program_of(trace: Trace, w: Witness, engine: Engine = CPU) -> Program:
     """The program of the variant that a witness is about; ``trace`` holds its job alone."""
-    return _program(trace, w.fusion, w.order, w.matches, 1, w.sample, w.seed, engine)[0]
+    matches = w.matches
+    if w.returns:
+        trace = with_returns(free_matches(trace) if matches == "all" else trace, [w.returns])
+        matches = "recorded"
+    return _program(trace, w.fusion, w.order, matches, 1, w.sample, w.seed, engine)[0]
 
 
 def _program(
@@ -324,7 +337,9 @@ class _Tried:
             everyone = everyone[touched | (everyone < n_jobs if first == 0 else False)]
             plain = [k for k, s in enumerate(self.scenarios) if not s.pool_bytes]
             calm = everyone[~boxed[everyone]] if self.matches == "all" else everyone
-            self._plain(p, plain, calm, n_jobs, first, mixed, tallies)
+            open_ = self._open(p, boxed)
+            self._plain(p, plain, np.setdiff1d(calm, open_), n_jobs, first, mixed, tallies)
+            cut = self._returned(open_, plain, engine, tallies) or cut
             for k, s in enumerate(self.scenarios):
                 jobs = everyone if s.pool_bytes else everyone[boxed[everyone]]
                 if not s.chosen or not len(jobs):
@@ -376,6 +391,31 @@ class _Tried:
                 tally.digests.add(int(o.digest[i]))
                 tally.keep(self._witness(sample, some[k]))
 
+    def _open(self, p: Program, boxed: Array) -> Array:
+        """Jobs of which it matters what their waits return; as recorded, and without wildcards."""
+        if self.matches != "all" or self.order != "recorded" or self.fusion != Fusion():
+            return np.zeros(0, np.int64)
+        jobs: Array = deciding(p)["job"].unique().sort().to_numpy()
+        return jobs[~boxed[jobs]]
+
+    def _returned(
+        self, jobs: Array, rows: list[int], engine: Engine, tallies: list[list[_Tally]]
+    ) -> str:
+        """Explores what waits return, a job and a scenario after the other; what was cut short."""
+        cut = ""
+        for job, k in product(jobs.tolist(), rows):
+            free = free_matches(one_job(self.trace, job))
+            scenario = replace(self.scenarios[k], chosen=False)
+            one, returns = explore_returns(free, scenario, self.budget, self.seed, engine)
+            cut = cut or ("ended for want of seconds" if one.cut else "")
+            tally = tallies[job][k]
+            tally.add(one.probability, mixed=False, runs=one.runs)
+            tally.explored.append(one)
+            if one.bad:
+                tally.digests |= {b.digest for b in one.bad}
+                tally.keep(replace(self._witness(0, scenario), returns=returns))
+        return cut
+
     def _explored(
         self, one: Explored, k: int, n_jobs: int, first: int, mixed: Array,
         tallies: list[list[_Tally]],
@@ -392,7 +432,7 @@ class _Tried:
     def _witness(self, sample: int, scenario: Scenario) -> Witness:
         sample = sample if self.samples > 1 else 0
         seed = self.seed if self.samples > 1 else 0
-        return Witness(self.fusion, self.order, self.matches, sample, seed, scenario)
+        return Witness(self.fusion, self.order, self.matches, sample, seed, scenario=scenario)
 
     def _row(self, job: int, s: Scenario, t: _Tally) -> dict[str, Any]:
         of = len(t.shares)
