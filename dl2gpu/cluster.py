@@ -29,10 +29,10 @@ from typing import Any, Final, TypeAlias
 
 from dl2gpu import __version__, shard
 from dl2gpu.engine.choose import EngineError, choose, devices, missing
-from dl2gpu.engine.cores import cores
+from dl2gpu.engine.cores import cores, memory
 from dl2gpu.engine.process import environment
 from dl2gpu.engine.versions import VersionError, check_versions
-from dl2gpu.shard import Result, Task
+from dl2gpu.shard import Task
 from dl2gpu.trace.files import local_path
 from dl2gpu.trace.inputs import TraceFile
 from dl2gpu.trace.parts import parts, shards
@@ -45,6 +45,8 @@ _MOST_AT_ONCE: Final = 16
 """Shards that one process works on at a time: Python's lock is held between the columns."""
 _LEAST_BYTES: Final = 16 << 20
 """Shards for several workers are not smaller: each costs some milliseconds."""
+_OF_MEMORY: Final = 16
+"""The shards in flight take this part of the memory of a machine."""
 _FOR_EACH: Final = 4
 """So many shards a worker of a cluster even out their sizes."""
 _AHEAD: Final = 2
@@ -72,7 +74,8 @@ class Done:
 
     number: Number
     task: Task
-    result: Result
+    data: bytes
+    """A :class:`dl2gpu.shard.Result`, encoded where it was made."""
 
 
 def check(kind: str) -> None:
@@ -116,8 +119,14 @@ class Cluster:
         return min(self._threads or cores(), _MOST_AT_ONCE)
 
     def cut(self, files: Sequence[TraceFile], most: int) -> list[list[TraceFile]]:
-        """Shards such that those in flight take ``most`` bytes together (and a large job more)."""
-        return list(shards(files, max(_LEAST_BYTES, most // self.parallel)))
+        """Shards of ``most`` bytes at most, but for a large job.
+
+        Those in flight together take a sixteenth of the memory.
+        """
+        return list(shards(files, max(_LEAST_BYTES, min(most, self._share()))))
+
+    def _share(self) -> int:
+        return memory() // _OF_MEMORY // self.parallel
 
     def engine(self, asked: str) -> str:
         """``cpu`` or ``gpu`` for what the user asked.
@@ -132,7 +141,7 @@ class Cluster:
         many = min(self.parallel, len(tasks))
         if many <= 1:
             for number, task in tasks:
-                yield Done(number, task, shard.run(_with_threads(task, self._threads)))
+                yield Done(number, task, _encoded(_with_threads(task, self._threads)))
             return
         threads = max(1, (self._threads or cores()) // many)
         pool = ThreadPoolExecutor(many, thread_name_prefix="shard")
@@ -144,10 +153,10 @@ class Cluster:
     def _results(
         self, pool: ThreadPoolExecutor, threads: int, todo: Iterator[tuple[Number, Task]], many: int
     ) -> Iterator[Done]:
-        flying: dict[Future[Result], tuple[Number, Task]] = {}
+        flying: dict[Future[bytes], tuple[Number, Task]] = {}
         while True:
             for number, task in islice(todo, many - len(flying)):
-                flying[pool.submit(shard.run, _with_threads(task, threads))] = number, task
+                flying[pool.submit(_encoded, _with_threads(task, threads))] = number, task
             if not flying:
                 return
             for future in wait(flying, return_when=FIRST_COMPLETED).done:
@@ -176,6 +185,8 @@ class DaskCluster(Cluster):
     def cut(self, files: Sequence[TraceFile], most: int) -> list[list[TraceFile]]:
         """Several shards for each of the workers, of ``most`` bytes each at most."""
         weight = sum(f.size if f.weight is None else f.weight for f in parts(files, most))
+        if self.kind == "local":
+            most = min(most, self._share())
         size = min(most, max(_LEAST_BYTES, weight // (_FOR_EACH * self.parallel)))
         return list(shards(files, size))
 
@@ -263,7 +274,7 @@ class DaskCluster(Cluster):
                         task,
                         "the worker was killed each time it worked on this job; the usual cause is "
                         f"too little memory for its {task.size} bytes of input",
-                    )
+                    ).encode()
                 finished += 1
                 yield Done(number, task, result)
 
@@ -279,7 +290,7 @@ class DaskCluster(Cluster):
             self._counted = time.monotonic()
         return _AHEAD * max(1, self._threads_now)
 
-    def _result(self, future: Any, finished: int) -> Result | None:
+    def _result(self, future: Any, finished: int) -> bytes | None:
         """Of a task that is done; None where it killed its workers.
 
         Raises:
@@ -289,7 +300,7 @@ class DaskCluster(Cluster):
 
         try:
             if future.status == "finished":
-                return Result.decode(future.result())
+                return bytes(future.result())
             error = future.exception()
         except KilledWorker:  # the result went with its worker, and so did who made it again
             return None
@@ -331,7 +342,11 @@ def work(task: Task, roots: tuple[str, ...], version: str) -> bytes:
     from distributed import get_worker
 
     threads = max(1, cores() // get_worker().state.nthreads)
-    return shard.run(task if task.threads else _with_threads(task, threads)).encode()
+    return _encoded(task if task.threads else _with_threads(task, threads))
+
+
+def _encoded(task: Task) -> bytes:
+    return shard.run(task).encode()
 
 
 def _with_threads(task: Task, threads: int | None) -> Task:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from dl2gpu import __version__
-from dl2gpu.shard import Result, Task
+from dl2gpu.shard import Result, Summary, Task
 from dl2gpu.trace.files import local_path, whole_file
 from dl2gpu.trace.inputs import TraceFile
 from dl2gpu.trace.remote_errors import gave_up
@@ -32,20 +32,23 @@ class Journal:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
 
-    def get(self, task: Task) -> Result | None:
-        """The result of this task from an earlier scan, or None."""
+    def get(self, task: Task) -> bytes | None:
+        """The result of this task from an earlier scan, encoded, or None."""
         with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
-            return Result.decode(self._path(task).read_bytes())
+            data = self._path(task).read_bytes()
+            Result.decode(data)
+            return data
         return None
 
-    def put(self, task: Task, result: Result) -> None:
+    def put(self, task: Task, data: bytes) -> None:
         """Keeps a result. A folder that cannot be written to only costs the continuation."""
-        if any(i.reason is not None and gave_up(i.reason) for i in result.inputs):
+        said = (i.reason for i in Summary.decode(data).inputs)
+        if any(reason is not None and gave_up(reason) for reason in said):
             return
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with whole_file(self._path(task)) as part:
-                Path(part).write_bytes(result.encode())
+                Path(part).write_bytes(data)
 
     def _path(self, task: Task) -> Path:
         parts = [__version__, task.plan, *(_identity(file) for file in task.files)]

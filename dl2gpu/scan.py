@@ -12,7 +12,7 @@ from dl2gpu.cluster import Cluster, Number, check, opened
 from dl2gpu.journal import Journal
 from dl2gpu.report.build import build
 from dl2gpu.report.model import Report
-from dl2gpu.shard import SHARD_BYTES, Result, Task
+from dl2gpu.shard import SHARD_BYTES, Summary, Task
 from dl2gpu.trace.discover import discover
 from dl2gpu.trace.files import local_path
 from dl2gpu.trace.inputs import InputError, TraceFile
@@ -113,9 +113,10 @@ def _results(
     step = Step(0, sum(f.size for f in files), 0, len(files))
     paths: set[str] = set()  # of a file that holds many jobs, parts are read one by one
 
-    def note(number: Number, task: Task, result: Result) -> None:
+    def note(number: Number, task: Task, data: bytes) -> None:
         nonlocal step
-        results[number] = result.encode()
+        results[number] = data
+        result = Summary.decode(data)
         paths.update(f.path for f in task.files)
         step = replace(
             step, done=step.done + task.size, files=len(paths),
@@ -135,8 +136,8 @@ def _results(
             note((number,), task, earlier)
     for done in where.results(todo):
         if kept is not None:
-            kept.put(done.task, done.result)
-        note(done.number, done.task, done.result)
+            kept.put(done.task, done.data)
+        note(done.number, done.task, done.data)
     return results
 
 

@@ -27,12 +27,13 @@ from dl2gpu.trace.schema import Trace, one_job
 if TYPE_CHECKING:
     from dl2gpu.planner.plan import Plan
 
-__all__ = ["JOB_ROW", "SHARD_BYTES", "Result", "Task", "halves", "lost", "run"]
+__all__ = ["JOB_ROW", "SHARD_BYTES", "Result", "Summary", "Task", "halves", "lost", "run"]
 
-SHARD_BYTES: Final = 512 << 20
-"""Jobs are analysed in shards of about this many bytes; a job is never cut.
+SHARD_BYTES: Final = 768 << 20
+"""Jobs are analysed in shards of at most about this many bytes; a job is never cut.
 
-Bytes of the input, but for Parquet, which is weighed by the memory that its rows take.
+Each shard costs some tens of milliseconds, whatever is in it. Bytes of the input, but for Parquet,
+which is weighed by the memory that its rows take.
 """
 
 MOST_RANKS: Final = 1 << 12
@@ -94,6 +95,34 @@ class Result(msgspec.Struct, frozen=True):
     def decode(data: bytes) -> Result:
         """Raises msgspec.DecodeError where ``data`` is none."""
         return msgspec.json.decode(data, type=Result)
+
+
+class _Events(msgspec.Struct):
+    events: int
+
+
+class _Said(msgspec.Struct):
+    reason: str | None
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What the one that scans has to know of an encoded :class:`Result` at once.
+
+    The rest of it waits as bytes until the report is built.
+    """
+
+    jobs: list[_Events]
+    findings: list[msgspec.Raw]
+    inputs: list[_Said]
+
+    @property
+    def events(self) -> int:
+        return sum(job.events for job in self.jobs)
+
+    @staticmethod
+    def decode(data: bytes) -> Summary:
+        """Raises msgspec.DecodeError where ``data`` is no result."""
+        return msgspec.json.decode(data, type=Summary)
 
 
 def halves(task: Task) -> tuple[Task, Task] | None:

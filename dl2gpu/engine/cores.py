@@ -1,4 +1,4 @@
-"""How many threads are worth having."""
+"""How many threads are worth having, and how much memory there is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-__all__ = ["cores", "limited"]
+__all__ = ["cores", "limited", "memory"]
 
 _limit: ContextVar[int | None] = ContextVar("threads", default=None)
 
@@ -43,3 +43,12 @@ def limited(threads: int | None) -> Iterator[None]:
         yield
     finally:
         _limit.reset(token)
+
+
+def memory(cgroup: str = "/sys/fs/cgroup/memory.max") -> int:
+    """Bytes of memory of this machine, or that its container may use (``cgroup`` says)."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(there, int(Path(cgroup).read_text(encoding="ascii")))
+    except (OSError, ValueError):  # there is no limit, or it says "max"
+        return there

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dl2gpu.engine.cores import cores, limited
+from dl2gpu.engine.cores import cores, limited, memory
 
 USABLE = len(os.sched_getaffinity(0))
 
@@ -45,3 +45,14 @@ def test_limited() -> None:
             assert cores() == 1
         assert cores() == 3
     assert cores() == free
+
+
+def test_memory_follows_the_limit_of_a_container(tmp_path: Path) -> None:
+    all_of_it = memory(str(tmp_path / "none"))
+    assert all_of_it > 1 << 28
+    limit = tmp_path / "memory.max"
+    for text, expected in (("1048576\n", 1 << 20), ("max\n", all_of_it), ("", all_of_it)):
+        limit.write_text(text)
+        assert memory(str(limit)) == expected
+    limit.write_text(str(2 * all_of_it))
+    assert memory(str(limit)) == all_of_it

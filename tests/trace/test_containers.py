@@ -599,8 +599,8 @@ def test_archive_that_changes_between_listing_and_reading(jobs: Path, tmp_path: 
     kept = Journal(tmp_path / "parts")
     task = Task(tuple(files))
     result = Result([], [], [Input(f.path, "read") for f in files], [])
-    kept.put(task, result)
-    assert kept.get(Task(tuple(discover([str(path)]).files))) == result
+    kept.put(task, result.encode())
+    assert kept.get(Task(tuple(discover([str(path)]).files))) == result.encode()
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert kept.get(Task(tuple(discover([str(path)]).files))) is None
