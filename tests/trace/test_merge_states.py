@@ -15,8 +15,8 @@ import polars as pl
 import pytest
 from analysis.handmade import START, made, op, wait
 from corpus import shared_folder
+from suites.test_models import TINY
 
-from dl2gpu.planner.model import parse
 from dl2gpu.report.model import Report
 from dl2gpu.scan import scan
 from dl2gpu.suites.dumps import write_dumps
@@ -29,14 +29,6 @@ from dl2gpu.trace.schema import STATE, Trace
 
 TAKEN = "its states are put beside the operations of the stronger record"
 DUMPS = "flight_recorder"
-TINY = parse({
-    "name": "tiny", "batch": 8,
-    "layer": [
-        {"op": "embedding", "vocabulary": 64, "tokens": 16, "width": 32},
-        {"op": "transformer", "name": "block", "heads": 4, "repeat": 2},
-        {"op": "head", "classes": 64},
-    ],
-})  # fmt: skip
 
 
 def record(folder: Path, trace: Trace) -> Path:
