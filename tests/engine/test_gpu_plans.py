@@ -14,7 +14,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from engine.ways import Recording, cases, demo, lossy, memberless, wild, windowed
+from engine.ways import Recording, cases, demo, late, lossy, memberless, wild, windowed
 from programs import from_seed, trace_of
 
 import dl2gpu.analysis
@@ -60,6 +60,7 @@ def recorded() -> Recording:
         yield lossy(3, 60)
         yield memberless(4, 60)
         yield windowed(5, 60)
+        yield late()
         for _, trace in cases():
             yield trace
 

@@ -111,6 +111,16 @@ def windowed(seed: int, n: int) -> Trace:
     )
 
 
+def late() -> Trace:
+    """Rank 1 comes a minute after the record of rank 0, which waits there, ended."""
+    ops = [{"op": "all_reduce", "comm": "w", "t_created": t} for t in (0, 60_000_000_000)]
+    trace = trace_of(Program({r: [op] for r, op in enumerate(ops)}, {"w": [0, 1]}))
+    alive = pl.lit(EXIT["alive"], trace.ranks.schema["exit"])
+    return dataclasses.replace(
+        trace, ranks=trace.ranks.with_columns(exit=alive, t_last=pl.lit(1, pl.Int64))
+    )
+
+
 def result(trace: Trace, engine: Engine) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Findings and jobs."""
     found: Analysis = analyse(trace, engine=engine)
