@@ -154,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path, help="where the corpora are kept")
     parser.add_argument("--only", nargs="+", choices=list(FLEETS), default=list(FLEETS))
-    parser.add_argument("--shard-mb", type=int, default=256)
+    parser.add_argument("--shard-mb", type=int, default=768)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--scan", action="store_true", help="through dl2gpu.scan")
     parser.add_argument("--measure", choices=["analysed", "scanned", "floors"])
